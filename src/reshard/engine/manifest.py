@@ -1,0 +1,69 @@
+"""`reshard.json`: what an output holds and the hashes that prove it. Equal outputs have equal manifests."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from reshard._version import __version__
+from reshard.engine.hashes import MODULUS, SEGMENT_BYTES, hex_digest
+from reshard.errors import Damaged
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from reshard.engine.journal import Finished
+    from reshard.engine.plan import Plan
+
+FORMAT = 1
+MAX_MANIFEST = 1 << 30
+
+
+def build_manifest(plan: Plan, finished: Mapping[int, Finished]) -> bytes:
+    """The manifest of a completed plan: no paths, times, hosts or worker counts."""
+    files: dict[str, Any] = {
+        file.name: {"bytes": file.nbytes, "segments": None if file.source is not None else []} for file in plan.files
+    }
+    tensors: dict[str, int | None] = {
+        part.tensor: 0 for file in plan.files for part in file.parts if part.tensor is not None
+    }
+    for segment in plan.segments:
+        entry = finished[segment.number]
+        files[plan.files[segment.file].name]["segments"].append(entry.digest)
+        for name, value in entry.tensors.items():
+            tensors[name] = ((tensors[name] or 0) + value) % MODULUS
+    body = {
+        "format": FORMAT,
+        "version": __version__,
+        "plan": plan.digest,
+        "segment_bytes": SEGMENT_BYTES,
+        "files": files,
+        "tensors": {name: hex_digest(value or 0) for name, value in sorted(tensors.items())},
+        "dropped": [dict(row) for row in plan.dropped],
+        "kept": [dict(row) for row in plan.kept],
+    }
+    return json.dumps(body, indent=1, ensure_ascii=False).encode() + b"\n"
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """The manifest at `path`, None where there is none. Raises Damaged when it cannot be understood."""
+    try:
+        if path.stat().st_size > MAX_MANIFEST:
+            raise Damaged("manifest", str(path), "is too large to be a manifest")
+        body = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise Damaged("manifest", str(path), "is not readable JSON") from error
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise Damaged("manifest", str(path), "is not a manifest that this version reads")
+    files, tensors = body.get("files"), body.get("tensors")
+    if not isinstance(files, dict) or not isinstance(tensors, dict) or body.get("segment_bytes") != SEGMENT_BYTES:
+        raise Damaged("manifest", str(path), "is not a manifest that this version reads")
+    for name, row in files.items():
+        sound = isinstance(row, dict) and isinstance(row.get("bytes"), int)
+        segments = row.get("segments") if sound else 0
+        if segments is not None and not (isinstance(segments, list) and all(isinstance(s, str) for s in segments)):
+            raise Damaged("manifest", str(path), f"the entry of {name!r} is malformed")
+    return body
