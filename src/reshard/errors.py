@@ -25,7 +25,8 @@ class ReshardError(Exception):
         """The one line for stderr."""
         text = f"{self.where}: {self.detail}" if self.where else self.detail
         text = f"{text}; {self.remedy}" if self.remedy else text
-        return " ".join(text.split())
+        # Names come from untrusted files: no line breaks, no terminal codes.
+        return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
     def to_json(self) -> dict[str, str]:
         return {"kind": self.kind, "where": self.where, "detail": self.detail, "remedy": self.remedy}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
     trainer:    name of the trainer whose data matched, or None
     warnings:   things a person should know (stale files, ...)
     files:      every file whose bytes the tensors use -> its size, for integrity checks and fingerprints
+    check:      reads what describes each stored item (not its bytes) and raises Damaged where it does not fit; opening
+                skips this where it costs a read an item, and every verb that writes calls it before writing
     """
 
     tensors: dict[str, LazyTensor]
@@ -45,6 +47,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     trainer: str | None = None
     warnings: tuple[str, ...] = ()
     files: dict[str, int] = field(default_factory=dict)
+    check: Callable[[], None] | None = None
 
     def __getitem__(self, name: str) -> LazyTensor:
         return self.tensors[name]

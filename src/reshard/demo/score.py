@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def score(checkpoint: Path, out: Path) -> None:
@@ -18,7 +19,8 @@ def score(checkpoint: Path, out: Path) -> None:
     from reshard.demo.task import accuracy, answers, held_out, write_score
 
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(str(checkpoint)).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(str(checkpoint))
+    model.eval()
     tokenizer = AutoTokenizer.from_pretrained(str(checkpoint))
     strings = held_out()
     replies = answers(model, tokenizer, strings)

@@ -30,13 +30,12 @@ def write_tokenizer(out: Path) -> None:
 
     special = ["<pad>", "<bos>", EOS]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(special + alphabet)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    core.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    core: Any = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(special + alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(token, special=True) for token in special])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token=EOS, model_max_length=64
-    )
+    fast: Any = PreTrainedTokenizerFast  # untyped in transformers
+    tokenizer = fast(tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token=EOS, model_max_length=64)
     tokenizer.save_pretrained(str(out))
 
 

@@ -107,7 +107,8 @@ def build_model(run: Path, world: int) -> Any:
 
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(str(run / "base"))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
+    auto: Any = AutoModelForCausalLM  # untyped in transformers
+    model = auto.from_config(config, dtype=torch.float32, experts_implementation="eager")
     mesh = init_device_mesh("cpu", (world,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -136,11 +137,12 @@ def cast_answers(model: Any, run: Path, tokenizer: Any, strings: list[str]) -> l
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    full: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank():
         return []
     config = AutoConfig.from_pretrained(str(run / "base"))
-    copy = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    auto: Any = AutoModelForCausalLM
+    copy = auto.from_config(config, dtype=torch.bfloat16).eval()
     copy.load_state_dict({name: tensor.to(torch.bfloat16) for name, tensor in full.items()})
     return answers(copy, tokenizer, strings)
 
@@ -149,7 +151,7 @@ def train(run: Path, steps: int) -> None:
     """Trains until the live model reverses, or for `steps` steps; saves; scores. Collective."""
     import torch
     import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save
     from transformers import AutoTokenizer
 
     torch.set_num_threads(1)
@@ -172,8 +174,8 @@ def train(run: Path, steps: int) -> None:
     for step in range(1, steps + 1):
         ids, labels = batch(source, tokenizer, BATCH_PER_RANK, barred)
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss: Any = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
@@ -191,7 +193,7 @@ def train(run: Path, steps: int) -> None:
             if reached >= ENOUGH:
                 break
     checkpoint = run / "checkpoints" / f"step_{progress['step']}" / "trainer"
-    dcp.save({"app": AppState(model, optimizer, scheduler, progress)}, checkpoint_id=str(checkpoint))
+    save({"app": AppState(model, optimizer, scheduler, progress)}, checkpoint_id=str(checkpoint))
     model.eval()
     replies = live_answers(model, tokenizer, strings)
     cast = cast_answers(model, run, tokenizer, strings)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.engine.journal import Journal, read_journals
-from reshard.engine.link import place_file
+from reshard.engine.link import copy_file, link_file
 from reshard.engine.manifest import build_manifest
 from reshard.engine.memory import plan_budget
 from reshard.engine.plan import MANIFEST, Plan, Segment
@@ -26,6 +26,7 @@ from reshard.engine.staging import (
     fsync_directory,
     open_staging,
     publish,
+    recover_output,
     staging_of,
     write_durably,
 )
@@ -70,6 +71,7 @@ def execute(plan: Plan, out: str | Path, options: RunOptions, ranks: Ranks, inpu
         check_place(out, [Path(path) for path in inputs])
         fingerprint = _fingerprint(plan)
         if ranks.first:
+            recover_output(out)
             if options.resume and finished_digest(out) == plan.digest:
                 already = True  # the run was cut off after its last step
                 discard_leftovers(out)
@@ -100,8 +102,17 @@ def _run(
     known = read_journals(staging.journal)
     ranks.agree(None)  # every rank has read the journals before any of them writes to its own
     verdict: ReshardError | None = None
-    written, linked = 0, {}
-    mine = share(plan.segments, ranks.rank, ranks.world)
+    written = 0
+    linked: dict[str, str] = {}
+    try:
+        if ranks.first:
+            linked = _link_whole_files(plan, staging, options.link)
+    except (ReshardError, OSError) as error:
+        verdict = _as_error(error, str(staging.out))
+    ranks.agree(verdict)
+    linked = ranks.exchange(linked)[0]
+    todo = [segment for segment in plan.segments if plan.files[segment.file].name not in linked]
+    mine = share(todo, ranks.rank, ranks.world)
     total = sum(segment.end - segment.begin for segment in mine)
     try:
         scratch = max((part.content.scratch() for file in plan.files for part in file.parts), default=0)
@@ -112,10 +123,6 @@ def _run(
             written = run_segments(plan, mine, staging.data, journal, known, budget, advance)
         finally:
             journal.close()
-        if ranks.first:
-            for file in plan.files:
-                if file.source is not None:
-                    linked[file.name] = place_file(file.source, staging.data / file.name, options.link)
         _check_unchanged(fingerprint)
     except (ReshardError, OSError) as error:
         verdict = _as_error(error, str(staging.out))
@@ -124,12 +131,22 @@ def _run(
     ranks.agree(verdict)
     try:
         if ranks.first:
-            _finish(plan, staging, read_journals(staging.journal))
+            _finish(plan, staging, read_journals(staging.journal), linked)
             publish(staging, overwrite=options.overwrite)
     except (ReshardError, OSError) as error:
         verdict = _as_error(error, str(staging.out))
     ranks.agree(verdict)
     return RunReport(sum(ranks.exchange(written)), sum(ranks.exchange(total - written)), linked)
+
+
+def _link_whole_files(plan: Plan, staging: Staging, how: str) -> dict[str, str]:
+    """Links what can be linked; file name -> "reflink" or "hard"."""
+    linked = {}
+    for file in plan.files:
+        done = link_file(file.source, staging.data / file.name, how) if file.source is not None else None
+        if done is not None:
+            linked[file.name] = done
+    return linked
 
 
 def share(segments: Sequence[Segment], rank: int, world: int) -> Sequence[Segment]:
@@ -153,34 +170,24 @@ def _counter(total: int, progress: Callable[[int, int], None] | None) -> Callabl
     return advance
 
 
-def _finish(plan: Plan, staging: Staging, finished: dict[int, Finished]) -> None:
+def _finish(plan: Plan, staging: Staging, finished: dict[int, Finished], linked: dict[str, str]) -> None:
     """The small files, in an order in which an index never precedes what it names; the manifest last."""
     wanted = {file.name for file in plan.files} | set(plan.copies) | set(plan.texts)
     for path in staging.data.rglob("*"):  # nothing that an earlier attempt may have left
         if path.is_file() and path.relative_to(staging.data).as_posix() not in wanted:
             path.unlink()
-    for file in plan.files:
-        if file.source is None and file.nbytes == 0:
-            write_durably(staging.data / file.name, b"")
     for name, source in plan.copies.items():
-        target = staging.data / name
-        place_file(source, target, "copy")
-        os.chmod(target, 0o666 & ~_umask())
+        copy_file(source, staging.data / name)
     for name, text in plan.texts.items():
         (staging.data / name).parent.mkdir(parents=True, exist_ok=True)
         write_durably(staging.data / name, text)
     for directory in {path.parent for path in staging.data.rglob("*") if path.is_file()}:
         fsync_directory(directory)
-    missing = [segment.number for segment in plan.segments if segment.number not in finished]
+    written = [segment for segment in plan.segments if plan.files[segment.file].name not in linked]
+    missing = [segment.number for segment in written if segment.number not in finished]
     if missing:
         raise ReshardError("journal", str(staging.journal), f"lacks {len(missing)} segments", "run again with --resume")
     write_durably(staging.data / MANIFEST, build_manifest(plan, finished))
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def _fingerprint(plan: Plan) -> dict[str, list[int]]:

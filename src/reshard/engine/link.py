@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FICLONE = 0x40049409
-CHUNK = 8 << 20
+CHUNK = 1 << 20
 CANNOT_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
 
 
-def place_file(source: str, target: Path, how: str) -> str:
-    """Makes `target` equal `source`. how: "auto" (reflink where the file system has it, else copy), "hard" (hard link,
-    else as auto) or "copy". Returns what was done: "reflink", "hard" or "copy"."""
+def link_file(source: str, target: Path, how: str) -> str | None:
+    """Makes `target` share the bytes of `source` without copying them. how: "auto" (reflink), "hard" (hard link, else
+    reflink) or "copy" (never). Returns "reflink", "hard", or None when nothing was done and the bytes must be copied."""
+    if how == "copy":
+        return None
     target.parent.mkdir(parents=True, exist_ok=True)
     target.unlink(missing_ok=True)
     real = os.path.realpath(source)
@@ -32,8 +34,20 @@ def place_file(source: str, target: Path, how: str) -> str:
                 raise
     try:
         with open(real, "rb", buffering=0) as read, open(target, "xb", buffering=0) as write:
-            if how != "copy" and _reflink(read.fileno(), write.fileno()):
-                return "reflink"
+            fcntl.ioctl(write.fileno(), FICLONE, read.fileno())
+            os.fsync(write.fileno())
+        return "reflink"
+    except OSError:
+        target.unlink(missing_ok=True)
+        return None
+
+
+def copy_file(source: str, target: Path) -> None:
+    """A small side file, durably, with the mode bits that the umask gives."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    try:
+        with open(source, "rb", buffering=0) as read, open(target, "xb", buffering=0) as write:
             buffer = memoryview(bytearray(CHUNK))
             while count := read.readinto(buffer):
                 view = buffer[:count]
@@ -42,12 +56,3 @@ def place_file(source: str, target: Path, how: str) -> str:
             os.fsync(write.fileno())
     except FileNotFoundError as error:
         raise ReshardError("read", source, f"cannot be copied ({error.strerror})") from error
-    return "copy"
-
-
-def _reflink(source: int, target: int) -> bool:
-    try:
-        fcntl.ioctl(target, FICLONE, source)
-    except OSError:
-        return False
-    return True

@@ -22,24 +22,31 @@ MAX_MANIFEST = 1 << 30
 
 def build_manifest(plan: Plan, finished: Mapping[int, Finished]) -> bytes:
     """The manifest of a completed plan: no paths, times, hosts or worker counts."""
-    files: dict[str, Any] = {
-        file.name: {"bytes": file.nbytes, "segments": None if file.source is not None else []} for file in plan.files
-    }
-    tensors: dict[str, int | None] = {
-        part.tensor: 0 for file in plan.files for part in file.parts if part.tensor is not None
-    }
+    files: dict[str, Any] = {}
+    tensors: dict[str, str | None] = {}
+    sums: dict[str, int] = {}
+    for file in plan.files:
+        files[file.name] = {"bytes": file.nbytes, "segments": []}
+        if file.source is not None:
+            # Not hashed anew, linked or not: the manifest must not depend on what the file system can do.
+            files[file.name]["segments"] = file.carried[0] if file.carried else None
+            tensors |= file.carried[1] if file.carried else {}
+        sums |= {part.tensor: 0 for part in file.parts if part.tensor is not None}
     for segment in plan.segments:
-        entry = finished[segment.number]
-        files[plan.files[segment.file].name]["segments"].append(entry.digest)
-        for name, value in entry.tensors.items():
-            tensors[name] = ((tensors[name] or 0) + value) % MODULUS
+        file = plan.files[segment.file]
+        if file.source is None:
+            entry = finished[segment.number]
+            files[file.name]["segments"].append(entry.digest)
+            for name, value in entry.tensors.items():
+                sums[name] = (sums[name] + value) % MODULUS
+    tensors |= {name: hex_digest(value) for name, value in sums.items()}
     body = {
         "format": FORMAT,
         "version": __version__,
         "plan": plan.digest,
         "segment_bytes": SEGMENT_BYTES,
         "files": files,
-        "tensors": {name: hex_digest(value or 0) for name, value in sorted(tensors.items())},
+        "tensors": dict(sorted(tensors.items())),
         "dropped": [dict(row) for row in plan.dropped],
         "kept": [dict(row) for row in plan.kept],
     }

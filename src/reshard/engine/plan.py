@@ -32,19 +32,18 @@ class Part(NamedTuple):
 class OutputFile:
     """One file: parts that follow each other without holes, from byte 0.
 
-    `source` is set when the file as a whole equals an existing one: it is then reflinked, linked or copied, and `parts`
-    is empty.
+    `source` is set when the file as a whole equals an existing one: it is then reflinked or hard-linked where that is
+    possible and asked for, else its one part copies the bytes. `carried` are the hashes that the source's own manifest
+    has for it (segments, tensor name -> digest), or None: such a file is never hashed anew.
     """
 
     name: str
     parts: tuple[Part, ...]
     source: str | None = None
-    source_bytes: int = 0
+    carried: tuple[list[str], Mapping[str, str]] | None = None
 
     @cached_property
     def nbytes(self) -> int:
-        if self.source is not None:
-            return self.source_bytes
         return self.parts[-1].offset + self.parts[-1].content.nbytes if self.parts else 0
 
     @cached_property
@@ -95,12 +94,11 @@ class Plan:
 
     @cached_property
     def segments(self) -> list[Segment]:
-        """Segments of all files that are written (not linked), in order."""
+        """Segments of all files, in order."""
         found: list[Segment] = []
         for index, file in enumerate(self.files):
-            if file.source is None:
-                for begin in range(0, file.nbytes, SEGMENT_BYTES):
-                    found.append(Segment(len(found), index, begin, min(begin + SEGMENT_BYTES, file.nbytes)))
+            for begin in range(0, file.nbytes, SEGMENT_BYTES):
+                found.append(Segment(len(found), index, begin, min(begin + SEGMENT_BYTES, file.nbytes)))
         return found
 
     @cached_property

@@ -67,8 +67,7 @@ def finished_digest(out: Path) -> str | None:
 def check_out(out: Path, *, overwrite: bool) -> None:
     """Refuses an existing output, or one that cannot be made, before anything is written."""
     staging = staging_of(out)
-    exists = os.path.lexists(staging.out) or staging.displaced.is_dir()  # a displaced one is put back first
-    if exists and not overwrite:
+    if os.path.lexists(staging.out) and not overwrite:
         raise Refused("exists", str(out), "already exists", "give another OUT, or --overwrite to replace it")
     if os.path.lexists(staging.out) and not staging.out.is_dir():
         raise Refused("exists", str(out), "exists and is not a directory", "give another OUT")
@@ -91,7 +90,7 @@ def open_staging(out: Path, identity: dict[str, object], *, overwrite: bool, res
     staging.out.parent.mkdir(parents=True, exist_ok=True)
     _lock(staging)
     try:
-        recover(staging)
+        _recover(staging)
         check_out(out, overwrite=overwrite)
         known = _identity(staging)
         if known is not None and not resume and not overwrite:
@@ -144,8 +143,18 @@ def _identity(staging: Staging) -> dict[str, object] | None:
     return known if isinstance(known, dict) and staging.data.is_dir() else None
 
 
-def recover(staging: Staging) -> None:
-    """Finishes or undoes an exchange that was cut off between its two renames."""
+def recover_output(out: Path) -> None:
+    """Puts back an output whose replacement was cut off between its two renames, if there is one."""
+    staging = staging_of(out)
+    if staging.displaced.is_dir():
+        _lock(staging)
+        try:
+            _recover(staging)
+        finally:
+            staging.close()
+
+
+def _recover(staging: Staging) -> None:
     if staging.displaced.is_dir():
         if os.path.lexists(staging.out):
             shutil.rmtree(staging.displaced)

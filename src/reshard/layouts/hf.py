@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoint import Checkpoint
-from reshard.engine.content import Literal, make_content
-from reshard.engine.plan import OutputFile, Part
+from reshard.engine.content import Copy, Literal, make_content
+from reshard.engine.manifest import read_manifest
+from reshard.engine.plan import MANIFEST, OutputFile, Part
 from reshard.errors import Damaged, Refused
 from reshard.layouts.json_files import read_json
 from reshard.tensors.dtypes import nbytes
 from reshard.tensors.header import Header, build_header, read_header, stored_tensors, write_order
+from reshard.tensors.lazy import Stored
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -203,11 +205,13 @@ def plan_files(
     dtypes: Mapping[str, str],
     max_shard_bytes: int,
     file_map: Mapping[str, str] | None = None,
+    whole: Mapping[str, OutputFile] | None = None,
 ) -> HfFiles:
     """Weight files for `tensors` written as `dtypes`.
 
     file_map: name -> file, to keep a reference's files; else names in natural order fill files of at most
-    `max_shard_bytes` (a larger tensor has a file of its own). One file has no index.
+    `max_shard_bytes` (a larger tensor has a file of its own). whole: files of the map that are taken over as they are.
+    One file has no index.
     """
     sizes = {name: nbytes(dtypes[name], tensor.shape) for name, tensor in tensors.items()}
     groups: dict[str, list[str]] = {}
@@ -226,7 +230,11 @@ def plan_files(
         count = len(bins)
         names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
         groups = dict(zip(names, bins, strict=True))
-    files = tuple(_plan_file(file, members, tensors, dtypes) for file, members in sorted(groups.items()))
+    whole = whole or {}
+    files = tuple(
+        whole[file] if file in whole else _plan_file(file, members, tensors, dtypes)
+        for file, members in sorted(groups.items())
+    )
     if list(groups) == [SINGLE]:
         return HfFiles(files, None)
     owner = {name: file for file, members in groups.items() for name in members}
@@ -249,3 +257,54 @@ def _plan_file(
         parts.append(Part(at, content, key))
         at += content.nbytes
     return OutputFile(name, tuple(parts))
+
+
+def keep_files(
+    source: Checkpoint, tensors: Mapping[str, LazyTensor], dtypes: Mapping[str, str], max_shard_bytes: int
+) -> tuple[dict[str, str], dict[str, OutputFile]] | None:
+    """(file map, files to take over whole) where the files of a Hugging Face source can be kept, else None.
+
+    They are kept when only dtypes change or tensors go: every tensor to be written is one of the source's under its own
+    name, the files have standard names, and none exceeds `max_shard_bytes`.
+    """
+    file_map: dict[str, str] = {}
+    members: dict[str, list[str]] = {}
+    for name, tensor in source.tensors.items():
+        if not isinstance(tensor, Stored):
+            return None
+        members.setdefault(tensor.path, []).append(name)
+        if name in tensors:
+            file_map[name] = os.path.basename(tensor.path)
+    if any(source.tensors.get(name) is not tensor for name, tensor in tensors.items()):
+        return None
+    counts = {match["count"] for match in map(NUMBERED.match, file_map.values()) if match}
+    standard = set(file_map.values()) == {SINGLE} or (
+        all(NUMBERED.match(file) for file in file_map.values())
+        and len(counts) == 1
+        and len(set(file_map.values())) == int(next(iter(counts)))
+    )
+    weights: dict[str, int] = {}
+    for name, file in file_map.items():
+        weights[file] = weights.get(file, 0) + nbytes(dtypes[name], tensors[name].shape)
+    if not standard or any(weight > max_shard_bytes for weight in weights.values()):
+        return None
+    whole = {}
+    for path, names in members.items():
+        if all(name in tensors and dtypes[name] == source.tensors[name].dtype for name in names):
+            file = os.path.basename(path)
+            raw = Stored("U8", (source.files[path],), path, 0)
+            whole[file] = OutputFile(file, (Part(0, Copy(raw), None),), path, _carried(path, names))
+    return file_map, whole
+
+
+def _carried(path: str, names: Sequence[str]) -> tuple[list[str], dict[str, str]] | None:
+    """The hashes that the manifest beside a file has for it."""
+    try:
+        manifest = read_manifest(Path(path).parent / MANIFEST)
+    except Damaged:
+        return None
+    row = manifest["files"].get(os.path.basename(path)) if manifest else None
+    if manifest is None or row is None or row["segments"] is None or row["bytes"] != os.path.getsize(path):
+        return None
+    known = manifest["tensors"]
+    return row["segments"], {name: known[name] for name in names if isinstance(known.get(name), str)}
