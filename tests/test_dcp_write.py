@@ -140,16 +140,21 @@ def test_torch_loads_every_dtype_and_shape(tmp_path, options) -> None:
 
 
 def test_every_item_on_disk_is_sound(tmp_path) -> None:
-    out = write(tmp_path / "out", many(), chunk_bytes=20_000)
+    limit = 100_000
+    out = write(tmp_path / "out", many(), chunk_bytes=20_000, max_file_bytes=limit)
     metadata = pickle.loads((out / ".metadata").read_bytes())
     end: dict[str, int] = {}
     for info in metadata.storage_data.values():
         blob = (out / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
-        assert len(blob) == info.length and info.offset % 64 == 0
+        assert len(blob) == info.length
         assert zipfile.ZipFile(io.BytesIO(blob)).testzip() is None
-        assert info.offset >= end.get(info.relative_path, 0)
+        # Aligned, in order, and close together.
+        last = end.get(info.relative_path, 0)
+        assert info.offset == last + -last % 64
         end[info.relative_path] = info.offset + info.length
     assert end == {file.name: file.stat().st_size for file in out.glob("*.distcp")}
+    sizes = [end[f"__0_{number}.distcp"] for number in range(len(end))]
+    assert max(sizes) <= limit and min(sizes[:-1]) > limit - 25_000
 
 
 def test_metadata_is_what_torch_writes_of_the_same_tensors(tmp_path) -> None:
@@ -264,7 +269,7 @@ def test_writing_needs_no_torch() -> None:
 
 
 WORKER = """
-import sys, pickle, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+import os, sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -282,7 +287,8 @@ dcp.load({"app": {"model": state}}, checkpoint_id=out)
 for name, tensor in expected.items():
     assert torch.equal(state[name].full_tensor(), tensor), name
 assert len({tuple(t.to_local().shape) for t in state.values()}) > 3
-dist.destroy_process_group()
+dist.barrier()
+os._exit(0)  # gloo's threads, kept alive by the mesh, now and then abort a process that leaves in the usual way
 """
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from reshard.demo import run_demo
 from reshard.demo import run as demo_run
+from reshard.demo import run_demo
 from reshard.demo.task import EOS, LONGEST, SHORTEST, accuracy, answers, batch, held_out, write_tokenizer
 from reshard.errors import Damaged, Refused, ReshardError, UsageError
 

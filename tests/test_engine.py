@@ -1,4 +1,4 @@
-"""The engine on small plans: one result however it is run, atomic publication, resuming, refusals, faults of the disk."""
+"""The engine on small plans: one result however it is run, atomic publication, resuming, refusals, a full disk."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def make_plan(source: Path, dtype: str = "F32", shard: int = 30_000_000) -> Plan
 
 def tree(path: Path) -> dict[str, str]:
     return {
-        p.relative_to(path).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in path.rglob("*") if p.is_file()
+        p.relative_to(path).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in path.rglob("*")
+        if p.is_file()
     }
 
 
@@ -97,9 +99,7 @@ def test_manifest_holds_hashes_worked_out_by_hand(tmp_path: Path) -> None:
         assert row == {"bytes": len(data), "segments": [xxhash.xxh3_128_hexdigest(piece) for piece in pieces]}
     for name, value in values.items():
         data = value.tobytes()
-        total = sum(
-            xxhash.xxh3_128_intdigest(data[i : i + BLOCK], seed=i // BLOCK) for i in range(0, len(data), BLOCK)
-        )
+        total = sum(xxhash.xxh3_128_intdigest(data[i : i + BLOCK], seed=i // BLOCK) for i in range(0, len(data), BLOCK))
         assert manifest["tensors"][name] == f"{total % (1 << 128):032x}" == tensor_digest(data)
     text = json.dumps(manifest)
     assert str(tmp_path) not in text and os.uname().nodename not in text
@@ -264,7 +264,9 @@ def test_output_in_or_around_the_input_is_refused(place: str, tmp_path: Path) ->
 def small_disk(tmp_path: Path) -> Any:
     mount = tmp_path / "disk"
     mount.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(mount)], capture_output=True, check=False)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(mount)], capture_output=True, check=False
+    )
     if done.returncode:
         pytest.skip("mounting a small tmpfs needs root")
     yield mount

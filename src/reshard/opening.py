@@ -1,4 +1,4 @@
-"""Opening what a person names: a checkpoint, a run directory, or several directories, with its config and side files."""
+"""Opening what a person names: a checkpoint, a run directory or several directories, with config and side files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def open_checkpoint(source: str, *, config_from: str | None = None, model_key: str | None = None) -> Checkpoint:
     """Opens `source`: a checkpoint directory in any layout, a run directory, one file, or several directories joined by
-    commas. Reads headers only. Raises UsageError (no such path), Refused (unsupported, ambiguous, unsafe) or Damaged."""
+    commas. Reads headers only. Raises UsageError (no such path), Refused (unsupported, unclear, unsafe) or Damaged."""
     from reshard.trainers import resolve_run
 
     paths = [Path(part) for part in source.split(",") if part] if not Path(source).exists() else [Path(source)]

@@ -122,7 +122,7 @@ class Cast:
         for at in range(0, len(result), CAST_BLOCK):
             part = block[: min(CAST_BLOCK, len(result) - at)]
             start = (first + at) * source.itemsize
-            fill(self.tensor, start, start + part.nbytes, memoryview(part.view(np.uint8)), files)
+            fill(self.tensor, start, start + part.nbytes, part.view(np.uint8).data, files)
             result[at : at + len(part)] = cast_array(part, target, self.tensor.dtype)
 
     def scratch(self) -> int:

@@ -218,4 +218,6 @@ def _check_space(plan: Plan, staging: Staging) -> None:
     if need > free:
         if not held:
             discard(staging)
-        raise Refused("space", str(staging.out), f"needs {need:,} bytes, {free:,} are free", "free some or choose another disk")
+        raise Refused(
+            "space", str(staging.out), f"needs {need:,} bytes, {free:,} are free", "free some or choose another disk"
+        )

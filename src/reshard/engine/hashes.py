@@ -1,7 +1,7 @@
 """Hashes against accidental damage: xxh3_128 of each segment, and of each tensor wherever it is placed.
 
-A tensor's digest is the sum, modulo 2**128, of xxh3_128(block, seed=i) over its 64 KiB blocks i. A sum does not depend on
-order, so any writers may share the blocks of a tensor, and the same tensor has the same digest in any file.
+A tensor's digest is the sum, modulo 2**128, of xxh3_128(block, seed=i) over its 64 KiB blocks i. A sum does not depend
+on order, so any writers may share the blocks of a tensor, and the same tensor has the same digest in any file.
 """
 
 from __future__ import annotations

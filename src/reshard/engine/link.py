@@ -19,7 +19,7 @@ CANNOT_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNO
 
 def link_file(source: str, target: Path, how: str) -> str | None:
     """Makes `target` share the bytes of `source` without copying them. how: "auto" (reflink), "hard" (hard link, else
-    reflink) or "copy" (never). Returns "reflink", "hard", or None when nothing was done and the bytes must be copied."""
+    reflink) or "copy" (never). Returns "reflink", "hard", or None: nothing was done, copy the bytes."""
     if how == "copy":
         return None
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -37,8 +37,8 @@ def peak_rss() -> int:
 
 
 def plan_budget(max_memory: int, workers: int | None, scratch: int) -> Budget:
-    """Fits workers and tiles into `max_memory` (bytes, of the whole process). scratch: bytes one worker needs beside its
-    tile. Raises UsageError when not even one worker fits, saying how much would do."""
+    """Fits workers and tiles into `max_memory` (bytes, of the whole process). scratch: bytes one worker needs beside
+    its tile. Raises UsageError when not even one worker fits, saying how much would do."""
     asked = workers if workers is not None else min(8, (os.cpu_count() or 1) * 2)
     if asked < 1:
         raise UsageError("workers", "--workers", f"is {asked}", "give 1 or more")
@@ -46,7 +46,9 @@ def plan_budget(max_memory: int, workers: int | None, scratch: int) -> Budget:
     least = scratch + MIN_TILE + BLOCK
     if room < least:
         need = -(-(max_memory - room + least) // (1 << 20))
-        raise UsageError("memory", "--max-memory", f"{max_memory >> 20} MiB is too little here", f"give {need}MiB or more")
+        raise UsageError(
+            "memory", "--max-memory", f"{max_memory >> 20} MiB is too little here", f"give {need}MiB or more"
+        )
     workers = min(asked, max(1, room // (scratch + 4 * MIN_TILE)))
     tile = min(SEGMENT_BYTES, room // workers - scratch - BLOCK)
     return Budget(workers, max(MIN_TILE, tile - tile % MIN_TILE))

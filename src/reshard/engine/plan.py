@@ -61,7 +61,7 @@ class OutputFile:
 
 
 class Segment(NamedTuple):
-    """A unit of writing, hashing and resuming: bytes [begin, end) of file number `file`. `number` counts over the plan."""
+    """A unit of writing, hashing and resuming: bytes [begin, end) of file number `file`; `number` is its own."""
 
     number: int
     file: int
@@ -131,7 +131,12 @@ class Plan:
                     "bytes": file.nbytes,
                     "whole_copy": file.source is not None,
                     "tensors": [
-                        {"name": part.tensor, "offset": part.offset, "bytes": part.content.nbytes, "recipe": part.content.recipe()}
+                        {
+                            "name": part.tensor,
+                            "offset": part.offset,
+                            "bytes": part.content.nbytes,
+                            "recipe": part.content.recipe(),
+                        }
                         for part in file.parts
                         if part.tensor is not None
                     ],

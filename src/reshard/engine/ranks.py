@@ -46,9 +46,11 @@ class Ranks:
             raise error
         for rank, verdict in enumerate(verdicts):
             if verdict is not None:
-                kinds = {kind.__name__: kind for kind in (ReshardError, *ReshardError.__subclasses__())}
-                kind = kinds.get(verdict["class"], ReshardError)
-                raise kind(verdict["kind"], verdict["where"], f"{verdict['detail']} (on rank {rank})", verdict["remedy"])
+                kinds: list[type[ReshardError]] = [ReshardError, *ReshardError.__subclasses__()]
+                kind = next((kind for kind in kinds if kind.__name__ == verdict["class"]), ReshardError)
+                raise kind(
+                    verdict["kind"], verdict["where"], f"{verdict['detail']} (on rank {rank})", verdict["remedy"]
+                )
 
     @property
     def first(self) -> bool:
@@ -62,7 +64,9 @@ def current() -> Ranks:
         return Ranks()
     rank = int(os.environ.get("RANK", "-1"))
     if not 0 <= rank < world or "MASTER_ADDR" not in os.environ:
-        raise UsageError("ranks", "WORLD_SIZE", f"is {world}, but RANK and MASTER_ADDR do not go with it", "use torchrun")
+        raise UsageError(
+            "ranks", "WORLD_SIZE", f"is {world}, but RANK and MASTER_ADDR do not go with it", "use torchrun"
+        )
     require_torch("running on several ranks")
     from torch.distributed.rendezvous import rendezvous
 

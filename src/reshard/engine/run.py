@@ -148,7 +148,9 @@ def write_error(error: OSError, where: str) -> ReshardError:
     """An error of writing, with what helps."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ReshardError("space", where, "no space left on the disk", "free some and run again with --resume")
-    return ReshardError("write", where, f"cannot be written ({error.strerror})", "mend that and run again with --resume")
+    return ReshardError(
+        "write", where, f"cannot be written ({error.strerror})", "mend that and run again with --resume"
+    )
 
 
 def _one(

@@ -68,4 +68,3 @@ def _crc32(content: Content, files: Files) -> int:
         content.fill(begin, begin + len(view), view, files)
         value = zlib.crc32(view, value)
     return value
-

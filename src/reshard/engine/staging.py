@@ -1,7 +1,7 @@
 """The staging directory beside the output, and its atomic exchange with the output.
 
-`<parent>/.<name>.reshard-staging/` holds `data/` (what becomes OUT), `journal/` (what is finished), `plan.json` (of which
-plan and which sources), and during an exchange without kernel support `displaced/` (the OUT being replaced). It is
+`<parent>/.<name>.reshard-staging/` holds `data/` (what becomes OUT), `journal/` (what is finished), `plan.json` (of
+which plan and which sources), and during an exchange without kernel support `displaced/` (the OUT being replaced). It is
 locked by the process that writes it.
 """
 
@@ -83,8 +83,8 @@ def check_out(out: Path, *, overwrite: bool) -> None:
 def open_staging(out: Path, identity: dict[str, object], *, overwrite: bool, resume: bool) -> Staging:
     """Makes or reopens the staging directory of `out` and locks it.
 
-    identity: what a continued run must agree on (plan digest, sources). With `resume` an existing staging directory of the
-    same identity is continued; without it one is refused unless `overwrite` says to start again.
+    identity: what a continued run must agree on (plan digest, sources). With `resume` an existing staging directory of
+    the same identity is continued; without it one is refused unless `overwrite` says to start again.
     """
     staging = staging_of(out)
     staging.out.parent.mkdir(parents=True, exist_ok=True)
@@ -95,12 +95,18 @@ def open_staging(out: Path, identity: dict[str, object], *, overwrite: bool, res
         known = _identity(staging)
         if known is not None and not resume and not overwrite:
             raise Refused(
-                "resume", str(staging.root), "holds an interrupted run", "--resume continues it, --overwrite starts again"
+                "resume",
+                str(staging.root),
+                "holds an interrupted run",
+                "--resume continues it, --overwrite starts again",
             )
         if known is not None and resume and known != identity:
             what = "another plan" if known.get("plan") != identity.get("plan") else "sources that have changed since"
             raise Refused(
-                "resume", str(staging.root), f"was written for {what}", "use the same flags, or --overwrite to start again"
+                "resume",
+                str(staging.root),
+                f"was written for {what}",
+                "use the same flags, or --overwrite to start again",
             )
         if known != identity:
             for path in (staging.data, staging.journal):
@@ -167,7 +173,9 @@ def publish(staging: Staging, *, overwrite: bool) -> None:
     fsync_directory(staging.data)
     if os.path.lexists(staging.out):
         if not overwrite:
-            raise Refused("exists", str(staging.out), "appeared while this was running", "--resume --overwrite replaces it")
+            raise Refused(
+                "exists", str(staging.out), "appeared while this was running", "--resume --overwrite replaces it"
+            )
         if not _exchange(staging.data, staging.out):
             os.rename(staging.out, staging.displaced)
             os.rename(staging.data, staging.out)
@@ -244,5 +252,3 @@ def check_place(out: Path, inputs: list[Path]) -> None:
             new_weights = out.name.startswith("weights") and os.path.realpath(out.parent) == os.path.realpath(source)
             if not new_weights:
                 raise Refused("output", str(out), "lies inside the input", "give another OUT, or a new weights* folder")
-
-

@@ -27,7 +27,11 @@ LAYOUTS: dict[str, str] = {
 # Recognised by a marker and named, so that the message helps; reading them comes later.
 KNOWN_FOREIGN: tuple[tuple[str, str, str], ...] = (
     ("adapter_config.json", "a PEFT adapter", "merge it into its base first (peft's merge_and_unload)"),
-    ("latest_checkpointed_iteration.txt", "a Megatron checkpoint directory", "convert it to Hugging Face with its own tools"),
+    (
+        "latest_checkpointed_iteration.txt",
+        "a Megatron checkpoint directory",
+        "convert it to Hugging Face with its own tools",
+    ),
     ("zero_to_fp32.py", "a DeepSpeed ZeRO checkpoint", "run its zero_to_fp32.py first"),
     ("mp_rank_*_model_states.pt", "a DeepSpeed ZeRO checkpoint", "run its zero_to_fp32.py first"),
     ("model_world_size_*_rank_*.pt", "FSDP per-rank pickle files", "merge them with the trainer's own tool"),
@@ -39,7 +43,8 @@ KNOWN_FOREIGN: tuple[tuple[str, str, str], ...] = (
 def open_layout(paths: list[Path], options: OpenOptions) -> Checkpoint:
     """Opens directories (or one file) that hold one checkpoint, in whatever layout. Raises Refused or Damaged."""
     name, module = _detect(paths)
-    return replace(module.open(paths, options), layout=name)
+    checkpoint: Checkpoint = module.open(paths, options)
+    return replace(checkpoint, layout=name)
 
 
 def _detect(paths: list[Path]) -> tuple[str, ModuleType]:
@@ -54,4 +59,6 @@ def _detect(paths: list[Path]) -> tuple[str, ModuleType]:
         for pattern, what, remedy in KNOWN_FOREIGN:
             if next(path.glob(pattern), None) is not None:
                 raise Refused("layout", str(path), f"is {what}, which this version does not read", remedy)
-    raise Refused("layout", str(path), "holds no checkpoint that reshard knows", "name the directory with the weight files")
+    raise Refused(
+        "layout", str(path), "holds no checkpoint that reshard knows", "name the directory with the weight files"
+    )

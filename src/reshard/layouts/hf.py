@@ -108,9 +108,13 @@ def _shards_of(path: Path) -> tuple[dict[str, Path], dict[str, str], list[str]]:
                 )  # fmt: skip
             warnings.append(f"{INDEX} names files that are absent and is ignored; {SINGLE} is used")
             return {SINGLE: _safe(path, SINGLE)}, {}, warnings
-        stale = sorted(p.name for p in path.glob("*.safetensors") if p.name not in named and not NOT_MODEL.match(p.name))
+        stale = sorted(
+            p.name for p in path.glob("*.safetensors") if p.name not in named and not NOT_MODEL.match(p.name)
+        )
         if stale:
-            warnings.append(f"not named by the index, ignored: {', '.join(stale[:4])}" + (" ..." if len(stale) > 4 else ""))
+            warnings.append(
+                f"not named by the index, ignored: {', '.join(stale[:4])}" + (" ..." if len(stale) > 4 else "")
+            )
         return {name: _safe(path, name) for name in sorted(named) if name not in missing}, index, warnings
     return {file.name: _safe(path, file.name) for file in present}, {}, warnings
 

@@ -41,7 +41,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def runs(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The (offset, length) runs, in elements, that `box` covers in a C-ordered tensor of `shape`, merged where they touch.
+    """The (offset, length) runs, in elements, that `box` covers in a C-ordered tensor of `shape`; merged.
 
     A box is one run only when every axis after its first partial one is whole: a dim-1 shard is one run per row.
     """
@@ -147,7 +147,8 @@ def _sweep(boxes: Sequence[Box], shape: tuple[int, ...], axis: int) -> str | Non
         if len(slabs) * len(boxes) > 10_000_000:
             return "chunks overlap in too many ways to check"
         groups = {
-            (low, high - low): [b for b in boxes if b.start[axis] <= low and b.stop[axis] >= high] for low, high in slabs
+            (low, high - low): [b for b in boxes if b.start[axis] <= low and b.stop[axis] >= high]
+            for low, high in slabs
         }
         spans = sorted(groups)
     at = 0

@@ -122,7 +122,9 @@ class LazyTensor:
         return f"{type(self).__name__}({self.dtype}, {list(self.shape)})"
 
 
-def _in_box(path: str, offset: int, strides: Sequence[int], at: Sequence[int], hit: Box, origin: Sequence[int]) -> Piece:
+def _in_box(
+    path: str, offset: int, strides: Sequence[int], at: Sequence[int], hit: Box, origin: Sequence[int]
+) -> Piece:
     """The piece for the part `hit` of an extent whose first element has index `at`, in coordinates from `origin`."""
     skip = sum((h - a) * s for h, a, s in zip(hit.start, at, strides, strict=True))
     start = tuple(h - o for h, o in zip(hit.start, origin, strict=True))
@@ -341,7 +343,12 @@ def select(tensor: LazyTensor, index: int) -> LazyTensor:
     _whole_bytes(tensor)
     if not 0 <= index < tensor.shape[0]:
         raise IndexError(f"index {index} outside axis 0 of length {tensor.shape[0]}")
-    if isinstance(tensor, Joined) and tensor.axis == 0 and isinstance(tensor.parts[0], Unsqueezed) and not tensor.interleaved:
+    if (
+        isinstance(tensor, Joined)
+        and tensor.axis == 0
+        and isinstance(tensor.parts[0], Unsqueezed)
+        and not tensor.interleaved
+    ):
         part = tensor.parts[index]
         if isinstance(part, Unsqueezed) and tensor.edges[index] == index:
             return part.base

@@ -13,7 +13,7 @@ from reshard.tensors.boxes import split_range
 from reshard.tensors.lazy import c_strides
 
 if TYPE_CHECKING:
-    from reshard.tensors.lazy import LazyTensor, Piece
+    from reshard.tensors.lazy import LazyTensor
 
 # A gap between wanted runs is read through when that is cheaper than another system call.
 CHEAP_GAP = 16 << 10
@@ -171,7 +171,7 @@ def _scatter(
     from numpy.lib.stride_tricks import as_strided
 
     scratch = np.empty(span, dtype=np.uint8)
-    files.read_into(path, offset, memoryview(scratch))
+    files.read_into(path, offset, scratch.data)
     target = np.frombuffer(out, dtype=np.uint8)[start:]
     shape = tuple(n for n, _, _ in axes)
     item = np.dtype(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else np.dtype(f"V{itemsize}")
@@ -236,5 +236,3 @@ def read_torch(tensor: LazyTensor, rows: slice | int | None = None) -> Any:
     if not data:
         return torch.empty(shape, dtype=kind)
     return torch.frombuffer(data, dtype=kind).reshape(shape)
-
-

@@ -61,7 +61,9 @@ class ConvertOptions:
             try:
                 name = find_dtype(self.dtype).name
             except Refused as error:
-                raise UsageError("flag", "--dtype", f"is {self.dtype!r}", "one of bfloat16, float16, float32") from error
+                raise UsageError(
+                    "flag", "--dtype", f"is {self.dtype!r}", "one of bfloat16, float16, float32"
+                ) from error
             if not is_float(name):
                 raise UsageError("flag", "--dtype", f"is {self.dtype!r}", "one of bfloat16, float16, float32")
         if parse_size(self.max_shard_size) < 1 << 10:
@@ -118,7 +120,7 @@ class ConvertPlan:
             alias, source = self.tie
             equal = stages.same_bytes(self.tensors[alias], self.tensors[source], ranks)
         if self.options.to == "dcp":
-            return _build_dcp(self, equal, ranks)
+            return _build_dcp(self, ranks)
         return self.plan if self.tie is None or equal else build_hf(self, equal)
 
     def _report(self, status: str, plan: Plan, seconds: float) -> dict[str, Any]:
@@ -159,8 +161,8 @@ def plan_convert(
 ) -> ConvertPlan:
     """Checks everything that headers allow and plans every output byte. Writes nothing.
 
-    source: path (see `reshard.open`) or an opened Checkpoint. out: directory to make; omitted, a training checkpoint goes
-    to its own `weights` folder and a Hugging Face directory to a sibling. The keyword arguments are ConvertOptions'
+    source: path (see `reshard.open`) or an opened Checkpoint. out: directory to make; omitted, a training checkpoint
+    goes to its own `weights` folder and a Hugging Face directory to a sibling. The keyword arguments are ConvertOptions'
     (`to`, `dtype`, `norms`, `experts`, `like`, `config_from`, `model_key`, `drop`, `max_shard_size`, `key_prefix`) and
     how to run (`workers`, `max_memory` per process, `overwrite`, `resume`, `link`, `progress(done, total)`).
 
@@ -183,13 +185,16 @@ def plan_convert(
     target = out or default_out(checkpoint, options)
     planned = _plan(checkpoint, named, target, options, run_options)
     check_place(Path(target), [Path(path) for path in checkpoint.path.split(",")])
-    recover_output(Path(target))
+    if os.environ.get("RANK", "0") == "0":
+        recover_output(Path(target))
     if not (resume and finished_digest(Path(target)) == planned.plan.digest):
         check_out(Path(target), overwrite=overwrite)
     return planned
 
 
-def _plan(checkpoint: Checkpoint, named: str, out: str, options: ConvertOptions, run_options: RunOptions) -> ConvertPlan:
+def _plan(
+    checkpoint: Checkpoint, named: str, out: str, options: ConvertOptions, run_options: RunOptions
+) -> ConvertPlan:
     from reshard.families import find_family
     from reshard.transforms import adapters, drops, dtypes, experts, like, names, ties
 
@@ -223,7 +228,7 @@ def _plan(checkpoint: Checkpoint, named: str, out: str, options: ConvertOptions,
         named, out, checkpoint, options, run_options, family, tensors, target, (*checkpoint.left_out, *dropped),
         tuple(notes), tie, file_map, Plan(()),
     )  # fmt: skip
-    plan = build_hf(draft, True) if options.to == "hf" else _build_dcp(draft, None, None)
+    plan = build_hf(draft, True) if options.to == "hf" else _build_dcp(draft, None)
     return replace(draft, plan=plan)
 
 
@@ -239,7 +244,9 @@ def _wanted_dtype(checkpoint: Checkpoint, options: ConvertOptions, notes: list[s
     if declared is None:
         notes.append("the config declares no dtype, so every tensor keeps the one it has")
         return "keep"
-    notes.append(f"dtype {find_dtype(declared).torch}, as the model's config declares; --dtype keep leaves it as stored")
+    notes.append(
+        f"dtype {find_dtype(declared).torch}, as the model's config declares; --dtype keep leaves it as stored"
+    )
     return find_dtype(declared).name
 
 
@@ -275,7 +282,11 @@ def build_hf(draft: ConvertPlan, equal: bool | None) -> Plan:
     config = draft.checkpoint.config
     if config is not None:
         exported, _ = export_config(
-            config, family=draft.family, dtype_written=_majority(tensors, dtypes), tied=tied, training=draft.checkpoint.training
+            config,
+            family=draft.family,
+            dtype_written=_majority(tensors, dtypes),
+            tied=tied,
+            training=draft.checkpoint.training,
         )
         texts["config.json"] = json.dumps(exported, indent=2, ensure_ascii=False).encode() + b"\n"
     if weights.index is not None:
@@ -294,22 +305,18 @@ def _majority(tensors: Mapping[str, LazyTensor], dtypes: Mapping[str, str]) -> s
     return find_dtype(best).torch if best else None
 
 
-def _build_dcp(draft: ConvertPlan, equal: bool | None, ranks: Ranks | None) -> Plan:
+def _build_dcp(draft: ConvertPlan, ranks: Ranks | None) -> Plan:
     """The torch DCP output. Without `ranks` checksums are left at zero: sizes and names are final, bytes are not."""
     from reshard.engine.content import make_content
-    from reshard.layouts.dcp_write import DcpTensor, Stretch, chunks, plan_dcp
+    from reshard.layouts.dcp_write import chunk_contents, plan_dcp
 
-    tensors = {
-        name: DcpTensor(draft.dtypes[name], tensor.shape, make_content(tensor, draft.dtypes[name]))
-        for name, tensor in draft.tensors.items()
-    }
-    pieces = list(chunks(tensors))
-    values = [0] * len(pieces)
-    if ranks is not None:
-        values = stages.crc32_of([Stretch(piece.content, piece.begin, piece.end) for piece in pieces], ranks)
-    crcs = {piece.key: value for piece, value in zip(pieces, values, strict=True)}
+    contents = {name: make_content(tensor, draft.dtypes[name]) for name, tensor in draft.tensors.items()}
+    shapes = {name: (draft.dtypes[name], tensor.shape) for name, tensor in draft.tensors.items()}
+    pieces = chunk_contents(contents, shapes)
+    values = [0] * len(pieces) if ranks is None else stages.crc32_of(list(pieces.values()), ranks)
+    crcs = dict(zip(pieces, values, strict=True))
     limit = parse_size(draft.options.max_shard_size)
-    files, metadata = plan_dcp(tensors, prefix=draft.options.key_prefix, max_file_bytes=limit, crcs=crcs)
+    files, metadata = plan_dcp(contents, shapes, prefix=draft.options.key_prefix, max_file_bytes=limit, crcs=crcs)
     texts: dict[str, bytes] = {}
     dropped = tuple({"name": row.name, "reason": row.reason} for row in draft.dropped)
     side = dict(draft.checkpoint.side_files)
@@ -333,7 +340,9 @@ def default_out(checkpoint: Checkpoint, options: ConvertOptions) -> str:
         return f"{home}-{options.to}"
     if options.experts in ("per-expert", "fused"):
         return f"{home}-{options.experts}"
-    raise UsageError("output", "OUT", "is missing, and nothing in the flags names a sibling", "name the output directory")
+    raise UsageError(
+        "output", "OUT", "is missing, and nothing in the flags names a sibling", "name the output directory"
+    )
 
 
 def refusal(command: str, source: str, out: str | None, error: ReshardError) -> dict[str, Any]:
@@ -347,4 +356,3 @@ def refusal(command: str, source: str, out: str | None, error: ReshardError) -> 
 
 
 __all__ = ["ConvertOptions", "ConvertPlan", "convert", "plan_convert", "refusal"]
-

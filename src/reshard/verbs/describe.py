@@ -26,8 +26,8 @@ def describe_plan(planned: ConvertPlan) -> str:
     what = planned.family.name if planned.family else checkpoint.model_type or "unknown family"
     lines = [
         f"{planned.source} ({checkpoint.layout}, {what}) -> {planned.out} ({planned.options.to})",
-        f"{len(planned.tensors)} tensors, {size_text(plan.nbytes)} in {len(plan.files)} files, {len(plan.segments)} segments"
-        f", plan {plan.digest}",
+        f"{len(planned.tensors)} tensors, {size_text(plan.nbytes)} in {len(plan.files)} files, "
+        f"{len(plan.segments)} segments, plan {plan.digest}",
     ]
     lines += [f"first: {stage}" for stage in planned.stages()]
     shown = 0
