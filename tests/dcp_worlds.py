@@ -65,7 +65,7 @@ def placed(world: int) -> dict[str, Any]:
         "layers.0.long": distribute_tensor(torch.arange(10), mesh, [Shard(0)]),
         "layers.0.flag": torch.tensor([True, False, True]),
         "layers.0.float8": torch.randn(5, 3).to(torch.float8_e4m3fn),
-        "layers.0.unsigned": torch.arange(6, dtype=torch.uint16),
+        "layers.0.unsigned": torch.tensor([1, 65535], dtype=torch.uint16),
         "layers.0.five_axes": distribute_tensor(torch.randn(2, 1, 3, 2, 5), mesh, [Shard(4)]),
         "layers.0.transposed": torch.randn(4, 3).t(),
         "layers.0.permuted": torch.randn(2, 3, 4).permute(2, 0, 1),
@@ -74,7 +74,7 @@ def placed(world: int) -> dict[str, Any]:
     }
     rank = dist.get_rank()
     # Every rank's part is itself a transposed view.
-    tensors["layers.0.strided_part"] = DTensor.from_local(torch.randn(5, 2 + rank % 1).t() + rank, mesh, [Shard(0)])
+    tensors["layers.0.strided_part"] = DTensor.from_local(torch.randn(5, 2).t() + rank, mesh, [Shard(0)])
     if world == 4:
         square = init_device_mesh("cpu", (2, 2))
         tensors["layers.0.square"] = distribute_tensor(torch.randn(5, 7), square, [Shard(0), Shard(1)])
@@ -106,7 +106,8 @@ def main(out: Path) -> None:
 
     torch.manual_seed(10 + world)
     tensors = placed(world)
-    save(out, "placed", {"model": {**tensors, "layers.0._extra_state": {"amax": 3}}}, tensors)
+    extra = {"layers.0._extra_state": {"amax": 3}, "layers.1._extra_state": "text"}
+    save(out, "placed", {"model": {**tensors, **extra}}, tensors)
     save(out, "threads", {"model": tensors}, tensors, thread_count=2)
     save(out, "files", {"model": tensors}, tensors, single_file_per_rank=False)
     save(out, "local", {"model": tensors}, tensors, local=True)

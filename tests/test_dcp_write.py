@@ -292,6 +292,18 @@ os._exit(0)  # gloo's threads, kept alive by the mesh, now and then abort a proc
 """
 
 
+@pytest.mark.parametrize("options", [{}, {"prefix": "app.model", "chunk_bytes": 5000, "max_file_bytes": 50_000}])
+def test_our_own_reader_gives_the_same_back(tmp_path, options) -> None:
+    from reshard.layouts import open_layout
+    from reshard.layouts.options import OpenOptions
+
+    tensors = many()
+    opened = open_layout([write(tmp_path / "out", tensors, **options)], OpenOptions())
+    assert opened.keys() == tensors.keys() and not opened.left_out
+    for name, tensor in tensors.items():
+        assert opened[name].shape == tuple(tensor.shape) and opened[name].tobytes() == raw(tensor), name
+
+
 def test_two_ranks_load_their_shards(tmp_path) -> None:
     shapes = {
         "0.weight": (5, 6),

@@ -33,8 +33,8 @@ def open_checkpoint(source: str, *, config_from: str | None = None, model_key: s
     config_dirs = [*map(str, paths), *(run.config_dirs if run else ())]
     tokenizer_dirs = [*(run.tokenizer_dirs if run else ())]
     checkpoint = _with_config(checkpoint, config_from, config_dirs, tokenizer_dirs)
-    if run is not None and run.trainer:
-        checkpoint = replace(checkpoint, trainer=run.trainer)
+    if run is not None:
+        checkpoint = replace(checkpoint, trainer=run.trainer, home=run.step_dir, why=run.why)
     return checkpoint
 
 
@@ -42,7 +42,7 @@ def _with_config(
     checkpoint: Checkpoint, config_from: str | None, config_dirs: list[str], tokenizer_dirs: list[str]
 ) -> Checkpoint:
     """Attaches config.json and side files: `--config-from` first, then the checkpoint, then what its trainer names."""
-    from reshard.hf.sidefiles import find_side_files
+    from reshard.hf.sidefiles import find_side_files, missing_code
     from reshard.layouts.json_files import read_json
 
     if config_from is not None and not Path(config_from).is_dir():
@@ -58,4 +58,8 @@ def _with_config(
         raise Damaged("config", str(Path(home) / "config.json"), "is not a JSON object")
     order = list(dict.fromkeys([home, *([config_from] if config_from else []), *tokenizer_dirs]))
     side = find_side_files([path for path in order if Path(path).is_dir()])
-    return replace(checkpoint, config=config, config_dir=home, side_files=side)
+    absent = missing_code(str(Path(home) / "config.json"))
+    notes = [f"model code that config.json needs is absent: {', '.join(absent)}"] if absent else []
+    return replace(
+        checkpoint, config=config, config_dir=home, side_files=side, warnings=(*checkpoint.warnings, *notes)
+    )

@@ -30,6 +30,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
     left_out:   items of the source that are not model tensors (optimizer, scheduler, progress), with reasons
     training:   whether this is a training checkpoint (so that `--dtype auto` asks the config)
     trainer:    name of the trainer whose data matched, or None
+    home:       the directory that a person would call the checkpoint (a trainer's step), where it is not `path`
+    why:        one line on how the path given led to this checkpoint, or ""
     warnings:   things a person should know (stale files, ...)
     files:      every file whose bytes the tensors use -> its size, for integrity checks and fingerprints
     check:      reads what describes each stored item (not its bytes) and raises Damaged where it does not fit; opening
@@ -45,6 +47,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
     left_out: tuple[Dropped, ...] = ()
     training: bool = False
     trainer: str | None = None
+    home: str | None = None
+    why: str = ""
     warnings: tuple[str, ...] = ()
     files: dict[str, int] = field(default_factory=dict)
     check: Callable[[], None] | None = None

@@ -15,9 +15,12 @@ def score(checkpoint: Path, out: Path) -> None:
     """Writes {"accuracy", "answers", "dtype"} of the checkpoint to `out`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
     from reshard.demo.task import accuracy, answers, held_out, write_score
 
+    disable_bars: Any = logging.disable_progress_bar  # untyped in transformers
+    disable_bars()
     torch.set_num_threads(1)
     model: Any = AutoModelForCausalLM.from_pretrained(str(checkpoint))
     model.eval()

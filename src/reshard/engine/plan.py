@@ -79,6 +79,7 @@ class Plan:
     dropped: source items that are not written, as {"name", "reason"}
     kept:    tensors left as they were where a transform might have changed them, as {"name", "reason"}
     sources: every file that tensor bytes come from -> its size
+    notes:   what a person should know of this output; in reports only
     """
 
     files: tuple[OutputFile, ...]
@@ -87,6 +88,7 @@ class Plan:
     dropped: tuple[Mapping[str, str], ...] = ()
     kept: tuple[Mapping[str, str], ...] = ()
     sources: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:

@@ -135,7 +135,7 @@ class ConvertPlan:
             "bytes": plan.nbytes,
             "dropped": [dict(row) for row in plan.dropped],
             "kept": [dict(row) for row in plan.kept],
-            "warnings": [*self.checkpoint.warnings, *self.notes],
+            "warnings": [*self.checkpoint.warnings, *self.notes, *plan.notes],
             "seconds": round(seconds, 3),
             "peak_rss_bytes": peak_rss(),
             "error": None,
@@ -204,7 +204,7 @@ def _plan(
     tensors, dropped = drops.drop(tensors, options.drop)
     family = find_family(checkpoint.config)
     tensors, expert_notes = experts.convert_experts(
-        tensors, family, checkpoint.config, options.experts, source_hint=checkpoint.trainer
+        tensors, family, checkpoint.config, options.experts, training=checkpoint.training
     )
     notes += expert_notes
     tie = None
@@ -261,7 +261,7 @@ def _declared_dtype(config: Mapping[str, Any] | None) -> str | None:
 
 def build_hf(draft: ConvertPlan, equal: bool | None) -> Plan:
     """The Hugging Face output. equal: whether a tied pair agrees (None when there is none)."""
-    from reshard.hf.config import export_config
+    from reshard.hf.config import export_config, has_mtp_tensors
 
     tensors = dict(draft.tensors)
     dropped = [{"name": row.name, "reason": row.reason} for row in draft.dropped]
@@ -279,20 +279,29 @@ def build_hf(draft: ConvertPlan, equal: bool | None) -> Plan:
         file_map, whole = hf.keep_files(draft.checkpoint, tensors, dtypes, limit) or (None, None)
     weights = hf.plan_files(tensors, dtypes, limit, file_map, whole)
     texts: dict[str, bytes] = {}
+    notes: list[str] = []
     config = draft.checkpoint.config
     if config is not None:
-        exported, _ = export_config(
+        exported, notes = export_config(
             config,
             family=draft.family,
             dtype_written=_majority(tensors, dtypes),
             tied=tied,
             training=draft.checkpoint.training,
+            has_mtp=has_mtp_tensors(tensors, draft.family, config),
         )
-        texts["config.json"] = json.dumps(exported, indent=2, ensure_ascii=False).encode() + b"\n"
+        texts["config.json"] = _config_text(draft.checkpoint, exported)
     if weights.index is not None:
         texts[hf.INDEX] = weights.index
     copies = {name: path for name, path in draft.checkpoint.side_files.items() if name not in texts}
-    return Plan(weights.files, texts, copies, tuple(dropped), (), draft.checkpoint.files)
+    return Plan(weights.files, texts, copies, tuple(dropped), (), draft.checkpoint.files, tuple(notes))
+
+
+def _config_text(checkpoint: Checkpoint, config: Mapping[str, Any]) -> bytes:
+    """config.json: the source's own bytes where nothing changed."""
+    if config == checkpoint.config and checkpoint.config_dir is not None:
+        return (Path(checkpoint.config_dir) / "config.json").read_bytes()
+    return json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
 def _majority(tensors: Mapping[str, LazyTensor], dtypes: Mapping[str, str]) -> str | None:
@@ -321,16 +330,16 @@ def _build_dcp(draft: ConvertPlan, ranks: Ranks | None) -> Plan:
     dropped = tuple({"name": row.name, "reason": row.reason} for row in draft.dropped)
     side = dict(draft.checkpoint.side_files)
     if draft.checkpoint.config is not None:
-        texts["config.json"] = json.dumps(draft.checkpoint.config, indent=2, ensure_ascii=False).encode() + b"\n"
+        texts["config.json"] = _config_text(draft.checkpoint, draft.checkpoint.config)
     texts |= metadata  # last: its presence says that the checkpoint is complete
     return Plan(files, texts, side, dropped, (), draft.checkpoint.files)
 
 
 def default_out(checkpoint: Checkpoint, options: ConvertOptions) -> str:
     """Where the output goes when OUT is not given."""
-    home = Path(checkpoint.path.split(",")[0])
+    home = Path(checkpoint.home or checkpoint.path.split(",")[0])
     if checkpoint.training:
-        return str((home.parent if home.name == "trainer" else home) / "weights")
+        return str(home / "weights")
     if home.is_file():
         home = home.parent
     home = Path(os.path.abspath(home))

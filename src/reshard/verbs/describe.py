@@ -41,5 +41,5 @@ def describe_plan(planned: ConvertPlan) -> str:
             lines.append("    ... (--json lists every tensor)")
     lines += [f"  {name}" for name in [*plan.texts, *plan.copies]]
     lines += [f"left out: {row['name']}: {row['reason']}" for row in plan.dropped]
-    lines += [f"note: {note}" for note in (*checkpoint.warnings, *planned.notes)]
+    lines += [f"note: {note}" for note in (*checkpoint.warnings, *planned.notes, *plan.notes)]
     return "\n".join(lines)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import re
 import struct
+from array import array
 from typing import TYPE_CHECKING, Any
 
-from reshard.layouts.dcp.entries import ChunkList
+from reshard.layouts.dcp.entries import ChunkList, TensorEntry
 from reshard.layouts.dcp.light import CHUNK, INDEX, SIZE, STORAGE_INFO, TENSOR, Global, Instance
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ NEW = rb"\)\x81\x94\}\x94\("  # an instance and the start of its state
 SOME_INTS = rb"(?:" + INT + rb"{1,3}[\x85-\x87]\x94|\(" + INT + rb"{4,64}t\x94)"
 # A text with its length, or a reference to one. Longer or non-ASCII texts are left to the machine.
 TEXT = rb"(?:(" + ANY_GET + rb")|\x8c(.)([\x20-\x7e]*)\x94)"
+# A key, and its path: references, and the last element as a new text. At most three elements.
+PATH = re.compile(
+    TEXT + b"(" + ANY_GET + rb"{0,2})\x8c(.)([\x20-\x7e]*)\x94([\x85-\x87])\x94", re.DOTALL
+)
 SKIP = 64
 CACHE = 1 << 16
 TRIES = 40
@@ -76,6 +81,7 @@ class LookAhead:
         self._patterns: dict[str, Any] = {}
         self._tries = 0
         self._cache: dict[bytes, tuple[int, ...]] = {}
+        self._prefixes: dict[bytes, tuple[str | int, ...]] = {}
         self._properties: dict[bytes, Instance] = {}
 
     def look_ahead(self: Any, found: Global, number: int) -> bool:
@@ -88,6 +94,9 @@ class LookAhead:
         if found is TENSOR:
             return target is state and len(self.stack) % 2 == 1 and self._has_pattern("tensor") and _tensor(self)
         return found is INDEX and target is storage and len(self.stack) % 2 == 0 and self._has_pattern("index") and _storage(self)
+
+    def look_ahead_items(self: Any) -> bool:
+        return not self.everything and _paths(self)
 
     def _has_pattern(self: Any, kind: str) -> bool:
         if kind not in self._patterns:
@@ -120,6 +129,7 @@ class LookAhead:
             tensor += get("size") + size + get("chunks") + rb"\]\x94"
             tensor += b"(?:" + chunk.replace(b"%b", size) + b"aub)?"
             self._patterns.setdefault("tensor", re.compile(tensor, re.DOTALL))
+            self._patterns.setdefault("tensors", re.compile(rb"\x8c(.)([\x20-\x7e]*)\x94" + tensor[:-1], re.DOTALL))
             self._patterns.setdefault("chunk", re.compile(chunk.replace(b"%b", some), re.DOTALL))
             bare = get(SIZE) + SOME_INTS + rb"\x85\x94R\x94"
             self._patterns.setdefault("skip", re.compile(b"(?:" + chunk.replace(b"%b", bare) + b"){%d}" % SKIP, re.DOTALL))
@@ -218,26 +228,109 @@ def _tensor(m: MetadataMachine) -> bool:
         m.stack.append({})
         m.outer.append(m.stack)
         m.stack = ["properties", properties, "size", shape, "chunks", chunks]
-    else:
-        offsets, lengths = m._sizes(start), m._sizes(sizes)
-        if offsets is None or lengths is None:
-            return False
-        chunks.add(offsets, lengths)
-        m.stack.pop()
-        m.add_tensor(key, dtype, shape, chunks)
-        count += 2 + (3 if offsets else 2) + (3 if lengths else 2)
+        m.pos, m.count = match.end(), m.count + count
+        return True
+    offsets, lengths = m._sizes(start), m._sizes(sizes)
+    if offsets is None or lengths is None:
+        return False
+    chunks.add(offsets, lengths)
+    m.stack.pop()
+    m.add_tensor(key, dtype, shape, chunks)
+    count += 2 + (3 if offsets else 2) + (3 if lengths else 2)
     m.pos, m.count = match.end(), m.count + count
+    _tensors(m)
     return True
+
+
+def _tensors(m: MetadataMachine) -> None:
+    """Consecutive tensors of one chunk each, keys included."""
+    pos, count = m.pos, m.count
+    memo, tensors, shapes, keep = m.memo, m.meta.tensors, m.shapes, m.keep
+    known, cached = m._properties.get, m._cache.get
+    scanner = m._patterns["tensors"].scanner(m.buf, pos)
+    for match in iter(scanner.match, None):
+        length, text, first, second, third, fourth = match.groups()
+        properties = known(first)
+        shape, start, box = cached(second), cached(third), cached(fourth)
+        # Anything seen for the first time, of another rank, or of no axes is left to the slower way.
+        if length[0] != len(text) or properties is None or not shape or shape not in shapes or not start or not box:
+            break
+        if len(shape) != len(start) or len(shape) != len(box):
+            break
+        key = text.decode()
+        if key in tensors:
+            break
+        memo[count] = key
+        data = array("q", start + box) if keep is None or key in keep else array("q")
+        tensors[key] = TensorEntry(properties.state[0].dtype, shape, data)
+        count += 17  # as above, with the key
+        pos = match.end()
+    m.pos, m.count = pos, count
+
+
+def _paths(m: MetadataMachine) -> bool:
+    """Consecutive entries of planner_data whose keys are known texts or new ones."""
+    if m.stack:
+        # Entries that the machine made come first.
+        m.add_items(m.outer[-1][-1], m.stack)
+        m.stack.clear()
+    begin = pos = m.pos
+    count = m.count
+    memo, young, paths, known = m.memo, m.young, m.meta.paths, m._prefixes
+    if paths is None:
+        return False
+    for match in iter(PATH.scanner(m.buf, pos).match, None):  # type: ignore[attr-defined]
+        get, length, text, before, last_length, last, code = match.groups()
+        prefix = known.get(before)
+        if prefix is None:
+            width = {0x68: 2, 0x6A: 5}
+            parts: list[Any] = []
+            at = 0
+            while at < len(before):
+                part = _number(before[at : at + width[before[at]]])
+                parts.append(memo.get(part) or young.get(part))
+                at += width[before[at]]
+            if any(type(part) is not str for part in parts):
+                break
+            prefix = known[before] = tuple(parts)
+        if last_length[0] != len(last) or code[0] - 0x85 != len(prefix):
+            break
+        if get is not None:
+            number = get[1] if len(get) == 2 else int.from_bytes(get[1:], "little")
+            key = memo.get(number) or young.get(number)
+            if type(key) is not str:
+                break
+        elif length[0] == len(text):
+            key = text.decode()
+            memo[count] = key
+            count += 1
+        else:
+            break
+        if m.with_paths:
+            tail = last.decode()
+            memo[count] = tail
+            paths[key] = (*prefix, tail)
+        else:
+            memo[count] = last.decode()
+        count += 2
+        pos = match.end()
+    m.pos, m.count = pos, count
+    return pos != begin
 
 
 def _storage(m: MetadataMachine) -> bool:
     """Consecutive entries of storage_data."""
+    if m.stack:
+        # Entries that the machine made come first.
+        m.add_items(m.outer[-1][-1], m.stack)
+        m.stack.clear()
     begin = pos = m.pos
     count = m.count
     memo, files, cached = m.memo, m.file_numbers, m._cache.get
     kept, numbers, order = m.kept, m.numbers, m.kept_order
     kept_numbers, kept_entries, dropped_numbers = m.kept_numbers, m.kept_entries, m.dropped_numbers
     extents = m.meta.extents
+    known_files: dict[bytes, int] = {}
     scanner = m._patterns["index"].scanner(m.buf, pos)
     for match in iter(scanner.match, None):
         key_get, key_len, key, hint, start, file_get, file_len, file, offset_op, length_op = match.groups()
@@ -248,7 +341,7 @@ def _storage(m: MetadataMachine) -> bool:
             break
         at = count + 2
         if key is None:
-            name = memo.get(_number(key_get))
+            name = memo.get(key_get[1] if len(key_get) == 2 else int.from_bytes(key_get[1:], "little"))
             entry = kept.get(name) if type(name) is str else m.recall_key(_number(key_get))
         else:
             which = numbers.get(key)
@@ -262,10 +355,13 @@ def _storage(m: MetadataMachine) -> bool:
             at += 1
         at += 2 if start is None else 4 if start == b")" else 5
         if file is None:
-            path = memo.get(_number(file_get)) or m.young.get(_number(file_get))
-            number = files.get(path) if type(path) is str else None
+            number = known_files.get(file_get)
             if number is None:
-                break
+                path = memo.get(_number(file_get)) or m.young.get(_number(file_get))
+                number = files.get(path) if type(path) is str else None
+                if number is None:
+                    break
+                known_files[file_get] = number
         else:
             path = file.decode()
             number = m.file_number(path)
@@ -275,7 +371,13 @@ def _storage(m: MetadataMachine) -> bool:
         if offset < 0 or length < 0 or offset + length > extents[number]:
             m.extent(number, offset, length)
         if entry is not None:
-            m.place(entry, None if hint == b"N" else _int(hint), None if start is None else box, number, offset, length)
+            if start is None:
+                m.place(entry, None, None, number, offset, length)
+            elif hint == b"K\0" and entry.places[0] < 0 and entry.boxes[: len(box)] == array("q", box):
+                # The first chunk, most often the only one.
+                entry.places[:3] = array("q", (number, offset, length))
+            else:
+                m.place(entry, None if hint == b"N" else _int(hint), box, number, offset, length)
         count = at
         pos = match.end()
     m.pos, m.count = pos, count

@@ -36,10 +36,11 @@ class StoredChunks:
         payloads = array("q", (0,)) * len(entry)
         strides: dict[int, tuple[int, ...]] = {}
         for i in range(len(entry)):
-            if entry.files[i] < 0:
+            file, offset, length = entry.place(i)
+            if file < 0:
                 continue  # an empty chunk, of which nothing is stored
-            path = self.files[entry.files[i]]
-            item = read_item(files, path, entry.offsets[i], entry.lengths[i], self.name)
+            path = self.files[file]
+            item = read_item(files, path, offset, length, self.name)
             shape = entry.sizes(i)
             if item.dtype != entry.dtype or item.shape != shape:
                 raise Damaged(
@@ -62,10 +63,12 @@ class StoredChunks:
         itemsize = max(DTYPES[entry.dtype].bits // 8, 1)
         chunks = []
         for i in range(len(entry)):
+            file = entry.places[3 * i]
+            if file < 0:
+                continue
             strides = (entry.strides or {}).get(i)
             inner = tuple(s * itemsize for s in strides) if strides is not None else None
-            if entry.files[i] >= 0:
-                chunks.append(Chunk(entry.box(i), self.files[entry.files[i]], entry.payloads[i], inner))
+            chunks.append(Chunk(entry.box(i), self.files[file], entry.payloads[i], inner))
         return chunks
 
 
@@ -76,7 +79,7 @@ def check_items(tensors: Mapping[str, LazyTensor]) -> None:
     Raises Damaged or Refused, naming file and tensor.
     """
     stored = [t.load for t in tensors.values() if isinstance(t, Chunked) and isinstance(t.load, StoredChunks)]
-    stored.sort(key=lambda chunks: (chunks.entry.files[0], chunks.entry.offsets[0]) if len(chunks.entry) else (-1, 0))
+    stored.sort(key=lambda chunks: tuple(chunks.entry.places[:2]))
     with Files() as files:
         for chunks in stored:
             chunks.check(files)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reshard.tensors.boxes import Box, find_gap
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+UNPLACED = array("q", (-1, 0, 0))
 
 
 class TensorEntry:
@@ -18,28 +17,34 @@ class TensorEntry:
     dtype:   safetensors' name, "" for a torch dtype that safetensors lacks
     shape:   global shape, in elements as torch counts them
     boxes:   for each chunk its offsets and then its sizes, 2 * ndim numbers
-    files, offsets, lengths: for each chunk the number of its file (-1 while unknown) and the extent of its item
+    places:  for each chunk the number of its file (-1 while unknown), and the offset and length of its item there
     payloads: for each chunk where its first element lies in its file, or None until the items have been read
     strides: element strides of the chunks that are not C-ordered
     """
 
-    __slots__ = ("boxes", "dtype", "files", "lengths", "offsets", "payloads", "shape", "strides")
+    __slots__ = ("boxes", "dtype", "payloads", "places", "shape", "strides")
 
     def __init__(self, dtype: str, shape: tuple[int, ...], boxes: array[int]) -> None:
         width = 2 * len(shape)
-        count = len(boxes) // width if width else len(boxes)
+        count = len(boxes) // (width or 1)
         self.dtype = dtype
         self.shape = shape
         # A 0-d tensor has boxes without numbers; one placeholder stands for each until here.
         self.boxes = boxes if width else array("q")
-        self.files = array("i", (-1,)) * count
-        self.offsets = array("q", (0,)) * count
-        self.lengths = array("q", (0,)) * count
+        self.places = UNPLACED * count
         self.payloads: array[int] | None = None
         self.strides: dict[int, tuple[int, ...]] | None = None
 
     def __len__(self) -> int:
-        return len(self.files)
+        return len(self.places) // 3
+
+    def place(self, i: int) -> tuple[int, int, int]:
+        """(file number, offset, length) of a chunk's item."""
+        file, offset, length = self.places[3 * i : 3 * i + 3]
+        return file, offset, length
+
+    def file_numbers(self) -> array[int]:
+        return self.places[::3]
 
     def start(self, i: int) -> tuple[int, ...]:
         n = len(self.shape)
@@ -64,9 +69,8 @@ class TensorEntry:
                 continue
             known.add(box)
             self.boxes.extend((*box.start, *box.shape))
-            self.files.append(files[other.files[i]] if other.files[i] >= 0 else -1)
-            self.offsets.append(other.offsets[i])
-            self.lengths.append(other.lengths[i])
+            file, offset, length = other.place(i)
+            self.places.extend((files[file] if file >= 0 else -1, offset, length))
 
     def gap(self) -> str | None:
         """Why the chunks do not tile the tensor exactly, or None."""
@@ -149,8 +153,3 @@ class DcpMetadata:
     paths: dict[str, tuple[str | int, ...]] | None = None
     files: list[str] = field(default_factory=list)
     extents: list[int] = field(default_factory=list)
-
-    def chunks(self) -> Iterator[tuple[str, TensorEntry, int]]:
-        for name, entry in self.tensors.items():
-            for i in range(len(entry)):
-                yield name, entry, i

@@ -153,6 +153,8 @@ def _left_out(
             continue
         elif path[:-1] == prefix:
             part = (_dotted(prefix) or "top level", "not a tensor")
+        elif prefix and path[: len(prefix)] == prefix:
+            part = (_dotted(path[: len(prefix) + 1]), "a nested value, not a parameter")
         elif OPTIMIZER_NAME.fullmatch(str(path[-1])):
             part = (_dotted(path[:2]), "optimizer state")
         else:

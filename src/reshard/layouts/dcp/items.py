@@ -167,6 +167,9 @@ def _data(item: Reader, member: Member, directory: int) -> int:
     begin: int = member.header + LOCAL.size + name_size + extra_size
     if begin + member.size > directory:
         raise _Broken("a member of its archive lies outside it")
+    # What follows is a data descriptor, the next member or the directory: so the lengths in the local header are right.
+    if item.read(begin + member.size, 4) not in (b"PK\7\x08", b"PK\3\4", b"PK\1\2"):
+        raise _Broken("a member of its archive does not end where the directory says")
     return begin
 
 

@@ -12,6 +12,7 @@ import os
 import stat
 from array import array
 from bisect import bisect_left
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Damaged, Refused
@@ -47,9 +48,11 @@ class MetadataMachine(LookAhead, Machine):
         super().__init__(file, resolve, fd=fd, size=size, everything=everything, sweep=size > SMALL and not everything)
         self.keep = keep
         self.listing = listing
+        self.with_paths = listing or keep is None
         self.meta = DcpMetadata()
         self.sinks: dict[str, Sink] = {}
         self.kept: dict[str, TensorEntry] = {}
+        self.shapes: set[tuple[int, ...]] = set()  # found possible
         self.file_numbers: dict[str, int] = {}
         self._places: dict[int, dict[tuple[int, ...], int]] = {}
         # Keys whose texts were passed over in storage_data: memo numbers, and which kept entry each is.
@@ -82,6 +85,8 @@ class MetadataMachine(LookAhead, Machine):
         elif name == "planner_data":
             self.meta.paths = {}
         sink = self.sinks[name] = Sink(name)
+        if name == "planner_data":
+            self.watched = sink
         return sink
 
     def _index_kept(self) -> None:
@@ -142,15 +147,12 @@ class MetadataMachine(LookAhead, Machine):
     def add_tensor(self, key: str, dtype: Any, shape: Any, chunks: ChunkList) -> None:
         if type(dtype) is not Global or dtype.dtype is None:
             raise ValueError("a tensor without a dtype")
-        if type(shape) is not tuple or chunks.axes not in (-1, len(shape)):
+        if type(shape) is not tuple or any(type(n) is not int for n in shape) or chunks.axes not in (-1, len(shape)):
             raise ValueError("chunks of another rank than their tensor")
-        size = 8
-        for n in shape:
-            if type(n) is not int or n < 0:
-                raise ValueError("a shape that is none")
-            size *= max(n, 1)
-        if size > MOST:
-            raise ValueError("a tensor of an impossible size")
+        if shape not in self.shapes:
+            if any(n < 0 for n in shape) or 8 * prod(max(n, 1) for n in shape) > MOST:
+                raise ValueError("a tensor of an impossible size")
+            self.shapes.add(shape)
         if key in self.meta.tensors:
             raise Damaged("duplicate", self.where, f"lists {printable(key)!r} twice")
         data = chunks.data if chunks.data is not None and self.wanted(key) else array("q")
@@ -159,9 +161,8 @@ class MetadataMachine(LookAhead, Machine):
     def _add_path(self, key: Any, value: Any) -> None:
         if type(key) is not str or type(value) is not tuple or any(type(part) not in (str, int) for part in value):
             raise ValueError("a path that is none")
-        paths = self.meta.paths
-        if paths is not None and (self.listing or self.keep is None):
-            paths[key] = value
+        if self.meta.paths is not None and self.with_paths:
+            self.meta.paths[key] = value
 
     def _add_storage(self, key: Any, value: Any) -> None:
         if type(key) is not Instance or key.kind != "index" or type(value) is not Instance or value.kind != "storage info":
@@ -203,17 +204,19 @@ class MetadataMachine(LookAhead, Machine):
     def place(self, entry: TensorEntry, hint: Any, start: Any, number: int, offset: int, length: int) -> None:
         """Notes where the chunk at `start` lies. The hint, when right, saves a search."""
         axes = len(entry.shape)
-        at = 2 * axes * hint if type(hint) is int and 0 <= hint < len(entry.files) else -1
+        places = entry.places
+        at = 2 * axes * hint if type(hint) is int and 0 <= 3 * hint < len(places) else -1
         i = hint
-        if at < 0 or tuple(entry.boxes[at : at + axes]) != start or entry.files[i] >= 0:
+        if at < 0 or tuple(entry.boxes[at : at + axes]) != start or places[3 * i] >= 0:
             i = self._search(entry, start)
-        if i is None or entry.files[i] >= 0:
+        if i is None or places[3 * i] >= 0:
             name = next(key for key, value in self.meta.tensors.items() if value is entry)
             what = "a chunk that it does not have" if i is None else "one chunk twice"
             raise Damaged("coverage", self.where, f"stores {what}: {printable(name)} at {str(start)[:80]}")
-        entry.files[i] = number
-        entry.offsets[i] = offset
-        entry.lengths[i] = length
+        i *= 3
+        places[i] = number
+        places[i + 1] = offset
+        places[i + 2] = length
 
     def _search(self, entry: TensorEntry, start: Any) -> int | None:
         places = self._places.get(id(entry))
@@ -253,7 +256,7 @@ class MetadataMachine(LookAhead, Machine):
         for name in ("state_dict_metadata", "storage_data"):
             if name not in self.sinks or root.state.get(name) is not self.sinks[name]:
                 raise Damaged("pickle", self.where, f"has no {name}", "the save did not complete, or the file was altered")
-        if root.state.get("planner_data") is not self.sinks.get("planner_data"):
+        if "planner_data" not in root.state or root.state["planner_data"] is not self.sinks.get("planner_data"):
             raise Damaged("pickle", self.where, "has planner data of an unknown form")
         return self.meta
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint import Checkpoint
 from reshard.errors import Damaged, Refused
-from reshard.layouts.dcp.chunks import StoredChunks
+from reshard.layouts.dcp.chunks import StoredChunks, check_items
 from reshard.layouts.dcp.entries import DcpMetadata, TensorEntry
 from reshard.layouts.dcp.groups import choose
 from reshard.layouts.dcp.light import printable
@@ -17,6 +18,8 @@ from reshard.layouts.dcp.metadata import load, scan
 from reshard.tensors.lazy import Chunked, LazyTensor
 
 if TYPE_CHECKING:
+    from array import array
+
     from reshard.layouts.options import OpenOptions
 
 RANK_METADATA = re.compile(r"__(\d+)\.metadata")
@@ -47,12 +50,13 @@ def open_dcp(paths: list[Path], options: OpenOptions) -> Checkpoint:
     entries, files, extents = _merge(parts, chosen.names, str(metadata[0]))
     resolved, sizes = _resolve(files, extents, paths)
     tensors: dict[str, LazyTensor] = {}
+    used: set[int] = set()
     for key, name in chosen.names.items():
         entry = entries[key]
-        _check_entry(entry, name, str(metadata[0]))
+        used.update(_check_entry(entry, name, str(metadata[0])))
         tensors[name] = Chunked(entry.dtype, _shape(entry), StoredChunks(name, entry, resolved))
+    used.discard(-1)
     warnings += _stale(paths, files)
-    used = {number for key in chosen.names for number in entries[key].files if number >= 0}
     return Checkpoint(
         tensors,
         "dcp",
@@ -61,6 +65,7 @@ def open_dcp(paths: list[Path], options: OpenOptions) -> Checkpoint:
         training=True,
         warnings=tuple(warnings),
         files={resolved[number]: sizes[number] for number in sorted(used)},
+        check=partial(check_items, tensors),
     )
 
 
@@ -149,7 +154,8 @@ def _merge(parts: list[DcpMetadata], kept: dict[str, str], where: str) -> tuple[
     return entries, list(numbers), extents
 
 
-def _check_entry(entry: TensorEntry, name: str, where: str) -> None:
+def _check_entry(entry: TensorEntry, name: str, where: str) -> array[int]:
+    """The file numbers of the chunks, -1 for empty ones. Raises Refused or Damaged for what cannot be read whole."""
     if not entry.dtype:
         raise Refused("dtype", name, "has a dtype that safetensors cannot hold", "leave it out of the model when saving")
     if entry.dtype == "F4" and not entry.shape:
@@ -157,10 +163,12 @@ def _check_entry(entry: TensorEntry, name: str, where: str) -> None:
     gap = entry.gap()
     if gap is not None:
         raise Damaged("coverage", f"{where} ({name})", f"its chunks do not make up {list(entry.shape)}: {gap}", FRESH_COPY)
-    if -1 in entry.files:
-        for i, number in enumerate(entry.files):
+    numbers = entry.file_numbers()
+    if -1 in numbers:
+        for i, number in enumerate(numbers):
             if number < 0 and 0 not in entry.sizes(i):
                 raise Damaged("coverage", f"{where} ({name})", f"its chunk at {list(entry.start(i))} is stored nowhere", FRESH_COPY)
+    return numbers
 
 
 def _shape(entry: TensorEntry) -> tuple[int, ...]:

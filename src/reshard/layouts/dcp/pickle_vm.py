@@ -70,6 +70,7 @@ class Machine:
         self.young: dict[int, Any] = {} if sweep else self.memo
         self.count = 0  # entries ever memoised
         self.held = 0
+        self.watched: Any = None  # a dict of which every entry begins with a look ahead
         self.globals: dict[tuple[str, str], Global | Constant] = {}
 
     # What a subclass may change ---------------------------------------------------------------------------------
@@ -100,6 +101,10 @@ class Machine:
 
     def look_ahead(self, found: Global, number: int) -> bool:
         """Called at a GET of a class with a hook, with self.pos at the opcode. True when it has moved on itself."""
+        return False
+
+    def look_ahead_items(self) -> bool:
+        """Called where an entry of `watched` begins with a GET, likewise."""
         return False
 
     def persistent(self, key: Any) -> Any:
@@ -221,6 +226,7 @@ class Machine:
             raise ValueError("empty")
         buf, pos, limit = self.buf, self.pos, self.limit
         stack, memo, young, count = self.stack, self.memo, self.young, self.count
+        items: list[Any] | None = None  # the stack of entries of what is watched
         while True:
             if pos >= limit:
                 self.pos, self.stack = pos, stack
@@ -247,6 +253,11 @@ class Machine:
                     if self.look_ahead(value, number):
                         pos, stack, count = self.pos, self.stack, self.count
                         continue
+                elif stack is items and (not stack or stack[-1].__class__ is tuple):  # the last value
+                    self.pos, self.stack, self.count = pos - 1, stack, count
+                    if self.look_ahead_items():
+                        pos, stack, count = self.pos, self.stack, self.count
+                        continue
                 pos = after
                 stack.append(value)
             elif op == 0x8C:  # SHORT_BINUNICODE
@@ -261,7 +272,10 @@ class Machine:
                 if len(self.outer) > MAX_DEPTH:
                     raise ValueError("nested too deeply")
                 self.outer.append(stack)
+                below = stack[-1] if stack else None
                 stack = self.stack = []
+                if below is not None and below is self.watched:
+                    items = stack
             elif op == 0x29:  # EMPTY_TUPLE
                 stack.append(())
             elif op == 0x85:  # TUPLE1
@@ -298,9 +312,9 @@ class Machine:
                     raise ValueError("a state for something that has none")
                 target.state = state
             elif op == 0x74:  # TUPLE
-                items = tuple(stack)
+                values = tuple(stack)
                 stack = self.stack = self.outer.pop()
-                stack.append(items)
+                stack.append(values)
             elif op == 0x2E:  # STOP
                 self.pos, self.stack, self.count = pos, stack, count
                 if len(stack) != 1 or self.outer or pos > len(buf):
