@@ -2,11 +2,10 @@
 
     python benchmarks/dcp_metadata.py [--chunks 4000000] [--reference 400000]
 
-The file is what torch writes for a model with Adam on 256 ranks: for each parameter a tensor and two moments, each cut
-into 256 chunks, with storage entries gathered rank by rank (so that texts and sizes are fresh objects for each rank). It
-is written opcode by opcode, since making it with torch would take tens of gigabytes; `--check` compares a small one with
-what Python's pickler makes of the same objects.
-"""
+The file is what torch writes for a model with Adam on 256 ranks: for each parameter a tensor and two moments, each
+cut into 256 chunks, with storage entries gathered rank by rank (so that texts and sizes are fresh objects for each
+rank). It is written opcode by opcode, since making it with torch would take tens of gigabytes; `--check` compares a
+small one with what Python's pickler makes of the same objects."""
 
 from __future__ import annotations
 
@@ -233,7 +232,7 @@ OURS = """
 listing, full = scan(sys.argv[1])
 kept = [key for key, path in listing.paths.items() if path[:-1] == ("app", "model")]
 meta = listing if full else load(sys.argv[1], kept)
-assert all(meta.tensors[key].gap() is None and -1 not in meta.tensors[key].files for key in kept)
+assert all(meta.tensors[key].gap() is None and -1 not in meta.tensors[key].file_numbers() for key in kept)
 """
 
 
@@ -263,12 +262,15 @@ def main() -> None:
                 if way == "reshard":
                     found = measure("from reshard.layouts.dcp.metadata import load, scan", OURS, path)
                 else:
-                    found = measure("import pickle, torch.distributed.checkpoint", "x = pickle.load(open(sys.argv[1], 'rb'))", path)
+                    found = measure(
+                        "import pickle, torch.distributed.checkpoint", "x = pickle.load(open(sys.argv[1], 'rb'))", path
+                    )
                 rows.append((way, len(keys(chunks)) * RANKS, path.stat().st_size, found, built))
         print(f"{'':12} {'chunks':>10} {'file MB':>8} {'seconds':>8} {'us/chunk':>9} {'RSS before':>11} {'peak MB':>8}")
         for way, chunks, size, found, _ in rows:
             print(
-                f"{way:12} {chunks:10,} {size / 1e6:8.0f} {found['seconds']:8.1f} {found['seconds'] / chunks * 1e6:9.2f}"
+                f"{way:12} {chunks:10,} {size / 1e6:8.0f} {found['seconds']:8.1f}"
+                f" {found['seconds'] / chunks * 1e6:9.2f}"
                 f" {found['before'] / 1024:11.0f} {found['peak'] / 1024:8.0f}"
             )
 

@@ -82,7 +82,9 @@ def placed(world: int) -> dict[str, Any]:
     return tensors
 
 
-def save(out: Path, name: str, state: dict[str, Any], tensors: dict[str, Any], *, local: bool = False, **options: Any) -> None:
+def save(
+    out: Path, name: str, state: dict[str, Any], tensors: dict[str, Any], *, local: bool = False, **options: Any
+) -> None:
     writer = dcp.FileSystemWriter(out / name, **options)
     dcp.save(state, storage_writer=writer, **({"use_collectives": False} if local else {}))
     expected = {key: full(value) for key, value in tensors.items() if isinstance(value, torch.Tensor)}

@@ -1,4 +1,4 @@
-"""Large metadata, as many ranks make it: the look-ahead gives what the plain machine and pickle give, in little memory."""
+"""Large metadata, as many ranks make it: the look-ahead gives what pickle gives, in little memory."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from reshard.errors import Damaged
 from reshard.layouts.dcp import metadata, pickle_vm
 from reshard.layouts.dcp.metadata import MetadataMachine, load, scan
 
-RANKS = 48
-SHAPES = ((480,), (480, 70000), (480, 3, 4), (480, 2, 2, 2), (480, 1, 1, 1, 1, 300))
+RANKS = 70
+ROWS = 10 * RANKS
+SHAPES = ((ROWS,), (ROWS, 70000), (ROWS, 3, 4), (ROWS, 2, 2, 2), (ROWS, 1, 1, 1, 1, 300))
 
 
 def large(tensors: int, share: bool = False) -> Metadata:
@@ -49,9 +50,17 @@ def large(tensors: int, share: bool = False) -> Metadata:
         state[key] = BytesStorageMetadata()
         paths[key] = ("optimizer", "param_groups", i, "lr")
         state[f"model.scale.{i}"] = TensorStorageMetadata(
-            TensorProperties(dtype=torch.float32), torch.Size(()), [ChunkStorageMetadata(torch.Size(()), torch.Size(()))]
+            TensorProperties(dtype=torch.float32),
+            torch.Size(()),
+            [ChunkStorageMetadata(torch.Size(()), torch.Size(()))],
         )
         paths[f"model.scale.{i}"] = ("model", f"scale.{i}")
+    # Whole tensors one after another, with texts between that come back later.
+    for i in range(4 * tensors):
+        key, size = f"model.norm.{i}.weight", (300 + i % 2, 7)
+        box = ChunkStorageMetadata(torch.Size((0, 0)), torch.Size(size))
+        state[key] = TensorStorageMetadata(TensorProperties(dtype=torch.bfloat16), torch.Size(size), [box])
+        paths[key] = ("model", f"norm.{i}.weight")
     for rank in range(RANKS):
         part, at = {}, 0
         for key, item in state.items():
@@ -101,12 +110,14 @@ def wanted(source: Metadata) -> dict:
 
 @pytest.fixture(scope="module")
 def source() -> Metadata:
-    return large(60)
+    return large(40)
 
 
 @pytest.mark.parametrize("window", [1 << 20, 80 << 10])
 @pytest.mark.parametrize("small", [64 << 20, 0])
-def test_equals_pickle(source: Metadata, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int, small: int) -> None:
+def test_equals_pickle(
+    source: Metadata, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int, small: int
+) -> None:
     monkeypatch.setattr(pickle_vm, "WINDOW", window)
     monkeypatch.setattr(metadata, "SMALL", small)
     file = tmp_path / ".metadata"
@@ -116,7 +127,7 @@ def test_equals_pickle(source: Metadata, tmp_path: Path, monkeypatch: pytest.Mon
         meta, full = scan(str(file))
         assert full is bool(small)
         assert list(meta.tensors) == list(want) and meta.paths == source.planner_data
-        assert len(meta.bytes_items) == 60
+        assert len(meta.bytes_items) == 40
         keys = [key for key in want if key.startswith("model.")]
         if not full:
             meta = load(str(file), keys)
@@ -134,7 +145,7 @@ def test_most_is_recognised_ahead(source: Metadata, tmp_path: Path) -> None:
     file.write_bytes(pickle.dumps(source))
     machine = run(file, keep=())
     assert machine.count > 60_000
-    assert len(machine.memo) + len(machine.young) < machine.count / 8
+    assert len(machine.memo) < machine.count / 8
 
 
 def run(file: Path, keep, **options) -> MetadataMachine:

@@ -42,7 +42,9 @@ def test_wrappers(wrapper: tuple) -> None:
 
 
 def test_optimizers_under_any_name_are_not_the_model() -> None:
-    states = [("adam", f"state.{name}.exp_avg") for name in NAMES] + [("muon", "state", name, "momentum_buffer") for name in NAMES]
+    states = [("adam", f"state.{name}.exp_avg") for name in NAMES] + [
+        ("muon", "state", name, "momentum_buffer") for name in NAMES
+    ]
     found = pick([*model("model"), *states])
     assert found.group == "model" and len(found.names) == 4
     assert sum(int(item.reason.split("(")[1].split()[0]) for item in found.left_out) == 8
@@ -50,7 +52,9 @@ def test_optimizers_under_any_name_are_not_the_model() -> None:
 
 def test_two_models_are_refused_unless_one_is_named() -> None:
     both = [*model("model"), *model("ema")]
-    with pytest.raises(Refused, match=r"several groups that could be the model: ema, model; choose one with --model-key"):
+    with pytest.raises(
+        Refused, match=r"several groups that could be the model: ema, model; choose one with --model-key"
+    ):
         pick(both)
     found = pick(both, model_key="ema")
     assert found.group == "ema" and all(key.startswith("ema.") for key in found.names)

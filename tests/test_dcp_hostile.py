@@ -58,7 +58,9 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
             torch.save(part, blob)
             box = ChunkStorageMetadata(torch.Size([row, 0]), part.size())
             meta.state_dict_metadata[key].chunks.append(box)
-            info = type(meta.storage_data[MetadataIndex(key, torch.Size([0, 0]))])("__0_0.distcp", out.tell(), len(blob.getvalue()))
+            info = type(meta.storage_data[MetadataIndex(key, torch.Size([0, 0]))])(
+                "__0_0.distcp", out.tell(), len(blob.getvalue())
+            )
             meta.storage_data[MetadataIndex(key, box.offsets, row // 4)] = info
             out.write(blob.getvalue())
     (path / ".metadata").write_bytes(pickle.dumps(meta))
@@ -81,7 +83,11 @@ def alter(path: Path, change) -> None:
 
 
 def entry(meta, key: str, row: int = 0):
-    return next(v for k, v in meta.storage_data.items() if k.fqn == f"app.model.{key}" and tuple(k.offset or ())[:1] in ((row,), ()))
+    return next(
+        v
+        for k, v in meta.storage_data.items()
+        if k.fqn == f"app.model.{key}" and tuple(k.offset or ())[:1] in ((row,), ())
+    )
 
 
 # The pickle of .metadata ------------------------------------------------------------------------------------------
@@ -108,7 +114,7 @@ def test_nothing_in_metadata_is_run(copy: Path, tmp_path: Path, protocol: int) -
 def test_nothing_inside_real_metadata_is_run(copy: Path, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     alter(copy, lambda meta: setattr(meta, "storage_meta", Touch(marker)))
-    with pytest.raises(Refused, match="names posix.system"):
+    with pytest.raises(Refused, match=r"names posix\.system"):
         read(copy)
     assert not marker.exists()
 
@@ -142,14 +148,21 @@ def archive(data: bytes, payload: bytes = b"\0" * 8, byteorder: bytes = b"little
     return out.getvalue()
 
 
-def bias_pickle(shape: tuple[int, ...] = (4,), stride: tuple[int, ...] = (1,), offset: int = 0, numel: int = 4, name: str = "BFloat16Storage") -> bytes:
+def bias_pickle(
+    shape: tuple[int, ...] = (4,),
+    stride: tuple[int, ...] = (1,),
+    offset: int = 0,
+    numel: int = 4,
+    name: str = "BFloat16Storage",
+) -> bytes:
     """data.pkl of the bias, by hand (protocol 2)."""
 
     def numbers(values) -> bytes:
         return b"(" + b"".join(b"J" + struct.pack("<i", v) for v in values) + b"t"
 
     return (
-        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\n" + name.encode() + b"\nX\x01\0\0\x000X\x03\0\0\0cpu"
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\n" + name.encode()
+        + b"\nX\x01\0\0\x000X\x03\0\0\0cpu"
         + b"J" + struct.pack("<i", numel) + b"tQJ" + struct.pack("<i", offset) + numbers(shape) + numbers(stride)
         + b"\x89ccollections\nOrderedDict\n)RtR."
     )  # fmt: skip
@@ -175,11 +188,19 @@ ITEMS = {
     "big-endian": (lambda: archive(bias_pickle(), byteorder=b"big"), Refused, "big-endian"),
     "compressed": (lambda: archive(bias_pickle(), bytes(800), compression=zipfile.ZIP_DEFLATED), Damaged, "compressed"),
     "two storages": (lambda: archive(bias_pickle(), data__1=b"12345678"), Damaged, "2 storages"),
-    "shape": (lambda: archive(bias_pickle((2,)), bytes(8)), Damaged, r"holds BF16 \[2\] where the metadata says BF16 \[4\]"),
+    "shape": (
+        lambda: archive(bias_pickle((2,)), bytes(8)),
+        Damaged,
+        r"holds BF16 \[2\] where the metadata says BF16 \[4\]",
+    ),
     "dtype": (lambda: archive(bias_pickle(name="HalfStorage")), Damaged, "holds F16"),
     "outside its storage": (lambda: archive(bias_pickle(offset=1)), Damaged, "outside its storage"),
     "negative": (lambda: archive(bias_pickle(stride=(-1,), offset=3)), Damaged, "impossible sizes"),
-    "short storage": (lambda: archive(bias_pickle(numel=400), bytes(8)), Damaged, "not the one that its pickle describes"),
+    "short storage": (
+        lambda: archive(bias_pickle(numel=400), bytes(8)),
+        Damaged,
+        "not the one that its pickle describes",
+    ),
     "no archive": (lambda: b"x" * 1000, Damaged, "does not end where"),
     "nothing": (lambda: b"", Damaged, "outside it"),
     "trailing": (lambda: archive(bias_pickle()) + b"\0", Damaged, "does not end where"),
@@ -206,7 +227,9 @@ def _drop_chunk(meta) -> None:
 
 
 def _drop_storage(meta) -> None:
-    meta.storage_data.pop(next(k for k in meta.storage_data if k.fqn == "app.model.layers.0.weight" and k.offset[0] == 4))
+    meta.storage_data.pop(
+        next(k for k in meta.storage_data if k.fqn == "app.model.layers.0.weight" and k.offset[0] == 4)
+    )
 
 
 def _overlap(meta) -> None:
@@ -222,17 +245,33 @@ BAD = {
     "missing chunk": (_drop_chunk, Damaged, "layers.0.weight"),
     "missing item": (_drop_storage, Damaged, r"layers\.0\.weight.*stored nowhere"),
     "overlapping chunk": (_overlap, Damaged, "layers.0.weight"),
-    "beyond the file": (_set("layers.1.bias", "length", 1 << 40), Damaged, r"__0_0\.distcp.*bytes where the metadata needs"),
+    "beyond the file": (
+        _set("layers.1.bias", "length", 1 << 40),
+        Damaged,
+        r"__0_0\.distcp.*bytes where the metadata needs",
+    ),
     "negative offset": (_set("layers.1.bias", "offset", -1), Damaged, "metadata"),
     "parent": (_set("layers.1.bias", "relative_path", "../copy/__0_0.distcp"), Refused, "no path inside"),
     "absolute": (_set("layers.1.bias", "relative_path", "/etc/passwd"), Refused, "no path inside"),
     "nested parent": (_set("layers.1.bias", "relative_path", "a/../../x"), Refused, "no path inside"),
     "absent": (_set("layers.1.bias", "relative_path", "__9_0.distcp"), Damaged, r"__9_0\.distcp.*absent"),
-    "transform": (_set("layers.1.bias", "transform_descriptors", ["stream.zstd/1"]), Refused, r"stored through stream\.zstd/1"),
+    "transform": (
+        _set("layers.1.bias", "transform_descriptors", ["stream.zstd/1"]),
+        Refused,
+        r"stored through stream\.zstd/1",
+    ),
     "no storage": (lambda meta: setattr(meta, "storage_data", None), Damaged, "storage_data"),
     "no path": (lambda meta: meta.planner_data.pop("app.model.layers.1.bias"), Damaged, "records no path"),
-    "wrong path": (lambda meta: meta.planner_data.update({"app.model.layers.1.bias": ("app", "x")}), Damaged, "does not spell it"),
-    "huge shape": (lambda meta: setattr(meta.state_dict_metadata["app.model.layers.1.bias"], "size", (1 << 80,)), Damaged, "metadata"),
+    "wrong path": (
+        lambda meta: meta.planner_data.update({"app.model.layers.1.bias": ("app", "x")}),
+        Damaged,
+        "does not spell it",
+    ),
+    "huge shape": (
+        lambda meta: setattr(meta.state_dict_metadata["app.model.layers.1.bias"], "size", (1 << 80,)),
+        Damaged,
+        "metadata",
+    ),
 }
 
 
@@ -252,17 +291,22 @@ def test_directory_in_place_of_a_file(copy: Path) -> None:
 
 
 def test_old_metadata(copy: Path) -> None:
-    """Without version and storage_meta, in protocol 2, with paths, devices and enum members as other writers put them."""
+    """Without version and storage_meta, in protocol 2, and with the classes of torch 2.2."""
     alter(copy, lambda meta: (meta.__dict__.pop("version"), meta.__dict__.pop("storage_meta")))
     want = read(copy)
     meta = pickle.loads((copy / ".metadata").read_bytes())
     (copy / ".metadata").write_bytes(pickle.dumps(meta, protocol=2))
     assert read(copy) == want
     data = pickle.dumps(meta, protocol=2)
-    new, old = b"ctorch.distributed.checkpoint.metadata\nTensorProperties\n", b"torch.distributed._shard.sharded_tensor.metadata"
+    new, old = (
+        b"ctorch.distributed.checkpoint.metadata\nTensorProperties\n",
+        b"torch.distributed._shard.sharded_tensor.metadata",
+    )
     assert new in data
     data = data.replace(new, b"c" + old + b"\nTensorProperties\n")
-    data = data.replace(b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n", b"c" + old + b"\nMEM_FORMAT_ENCODING\n")
+    data = data.replace(
+        b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n", b"c" + old + b"\nMEM_FORMAT_ENCODING\n"
+    )
     (copy / ".metadata").write_bytes(data)
     assert read(copy) == want
 
@@ -309,8 +353,8 @@ def run(data: bytes):
 @pytest.mark.parametrize(
     "value",
     [
-        None, True, 0, 255, 256, 65535, 65536, -1, 1 << 31, -(1 << 63), 1 << 200, 1.5, "", "a" * 300, "é", b"", b"x" * 300,
-        (), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), [1, [2]], {"a": {"b": [()]}, 3: 4},
+        None, True, 0, 255, 256, 65535, 65536, -1, 1 << 31, -(1 << 63), 1 << 200, 1.5, "", "a" * 300, "é", b"",
+        b"x" * 300, (), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), [1, [2]], {"a": {"b": [()]}, 3: 4},
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -412,7 +456,9 @@ def flips(path: Path, seed: int, count: int) -> dict[str, int]:
 
 def test_flips_of_metadata(copy: Path) -> None:
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_dcp_hostile as t; t.main()"
-    done = subprocess.run([sys.executable, "-c", code, str(copy)], check=False, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(copy)], check=False, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert found["damaged"] > 200 and found["equal"] > 20

@@ -27,7 +27,9 @@ def save_world(world: int, out: Path) -> Path:
     script = Path(__file__).with_name("dcp_worlds.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    done = subprocess.run([*command, str(script), str(out)], env=env, check=False, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [*command, str(script), str(out)], env=env, check=False, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return out
 
@@ -120,7 +122,9 @@ def place(meta, entry, i: int) -> tuple[str, int, int]:
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_metadata_equals_the_unpickled_object(worlds, world: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_metadata_equals_the_unpickled_object(
+    worlds, world: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The look-ahead, the plain machine and the two-pass way give what pickle.load gives, in every protocol."""
     out = worlds(world)
     for case in CASES:

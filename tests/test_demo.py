@@ -7,7 +7,7 @@ import pickle
 import random
 import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,6 +15,9 @@ from reshard.demo import run as demo_run
 from reshard.demo import run_demo
 from reshard.demo.task import EOS, LONGEST, SHORTEST, accuracy, answers, batch, held_out, write_tokenizer
 from reshard.errors import Damaged, Refused, ReshardError, UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

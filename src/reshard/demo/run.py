@@ -53,7 +53,7 @@ EXPORTS = (
         command=("convert", "{checkpoint}", "--dtype", "bfloat16"),
         folder="weights",
         equals="bfloat16",
-        why="Shards are joined, fused experts split to the hub's names, fp32 rounded once to bf16; the optimizer stays out.",
+        why="Joins the shards, splits fused experts to the hub's names, rounds fp32 once to bf16; no optimizer.",
     ),
 )
 
@@ -207,7 +207,7 @@ class _Demo:
         self.python(["-m", "reshard", *arguments], f"reshard {' '.join(arguments)}")
 
     def python(self, arguments: Sequence[str], shown: str) -> None:
-        """Shows a command, runs it in the demo's directory and shows what it prints. Raises ReshardError when it fails."""
+        """Shows a command, runs it in the demo's directory, shows what it prints. Raises ReshardError when it fails."""
         self.say(f"$ {shown}")
         process = subprocess.Popen(
             [sys.executable, *arguments],

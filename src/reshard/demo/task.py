@@ -7,11 +7,11 @@ from the weights.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SHORTEST, LONGEST = 4, 8

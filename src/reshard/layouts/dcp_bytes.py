@@ -1,7 +1,8 @@
 """The bytes of torch DCP, made by hand: pickles and zip archives that torch reads as its own.
 
-An item is a complete `torch.save` archive: an uncompressed zip whose `data/0` holds the raw bytes of a tensor. The format
-was established from archives written by torch 2.13; the pickle inside an item equals torch's own byte for byte.
+An item is a complete `torch.save` archive: an uncompressed zip whose `data/0` holds the raw bytes of a tensor. The
+format was established from archives written by torch 2.13, and an item equals torch's own byte for byte, but for the
+last record, an id that torch does not need.
 `.metadata` is a pickle of torch's `Metadata`.
 """
 
@@ -26,7 +27,7 @@ ALIGNMENT = 64
 VERSION = "1.0.0"
 METADATA = "torch.distributed.checkpoint.metadata"
 
-# Dtypes that have a storage class of their own in torch; the others are saved as untyped storage with the dtype beside it.
+# Dtypes with a storage class of their own in torch; the others are saved as untyped storage with the dtype beside it.
 TYPED_STORAGES = {
     "F64": "DoubleStorage",
     "F32": "FloatStorage",
@@ -47,7 +48,7 @@ CONTIGUOUS = ("memory format",)
 
 
 def torch_shape(name: str, dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape under which torch knows a tensor: its 4-bit dtype counts pairs. Refused where torch has no such dtype."""
+    """The shape that torch gives a tensor: its 4-bit dtype counts pairs. Refused where torch has no such dtype."""
     row = DTYPES[dtype]
     if not row.torch:
         raise Refused("dtype", name, f"torch has no dtype for {dtype}", "--drop it, or write --to hf")

@@ -1,7 +1,8 @@
 """Writing torch DCP without torch and without a process group: files that `torch.distributed.checkpoint` reads.
 
-A checkpoint is `.metadata` and `__0_N.distcp` (items back to back). Each tensor is cut into chunks of at most `CHUNK_BYTES`,
-since torch's reader loads whole items; each chunk is one item. Their bytes are the business of `dcp_bytes`.
+A checkpoint is `.metadata` and `__0_N.distcp` (items back to back). Each tensor is cut into chunks of at most
+`CHUNK_BYTES`, since torch's reader loads whole items; each chunk is one item. Their bytes are the business of
+`dcp_bytes`.
 
 A zip repeats the CRC of its data after the data, so the CRC of each chunk must be known before the plan is final:
 `chunk_contents` lists what is to be read, and `plan_dcp` takes the results.
@@ -164,7 +165,7 @@ def plan_dcp(
     contents:       the bytes of each tensor, C-ordered, by name, in the order of writing
     shapes:         the dtype and shape that each has in the output
     crcs:           CRC-32 of everything in `chunk_contents(contents, shapes)`, by key
-    prefix:         dotted keys around the names, such as "app.model": the checkpoint then loads as {"app": {"model": {...}}}
+    prefix:         dotted keys around the names: "app.model" makes a checkpoint that loads as {"app": {"model": {...}}}
     max_file_bytes: a new file is begun where an item would pass this; an item is never cut
 
     A tensor that is one chunk is recorded under its name; of a larger one the parts are stretches without a name.

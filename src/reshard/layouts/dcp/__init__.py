@@ -1,8 +1,7 @@
 """torch DCP (`.metadata` and `.distcp` files), read without torch, a process group or a model class.
 
-`open` reads the metadata alone; where each chunk's bytes lie inside its item is found when a tensor is first read, or for
-all of them by `check_items`, which whoever writes an output calls first.
-"""
+`open` reads the metadata alone; where each chunk's bytes lie inside its item is found when a tensor is first read, or
+for all of them by `check_items`, which whoever writes an output calls first."""
 
 from __future__ import annotations
 

@@ -30,9 +30,7 @@ SOME_INTS = rb"(?:" + INT + rb"{1,3}[\x85-\x87]\x94|\(" + INT + rb"{4,64}t\x94)"
 # A text with its length, or a reference to one. Longer or non-ASCII texts are left to the machine.
 TEXT = rb"(?:(" + ANY_GET + rb")|\x8c(.)([\x20-\x7e]*)\x94)"
 # A key, and its path: references, and the last element as a new text. At most three elements.
-PATH = re.compile(
-    TEXT + b"(" + ANY_GET + rb"{0,2})\x8c(.)([\x20-\x7e]*)\x94([\x85-\x87])\x94", re.DOTALL
-)
+PATH = re.compile(TEXT + b"(" + ANY_GET + rb"{0,2})\x8c(.)([\x20-\x7e]*)\x94([\x85-\x87])\x94", re.DOTALL)
 SKIP = 64
 CACHE = 1 << 16
 TRIES = 40
@@ -93,7 +91,13 @@ class LookAhead:
             return type(target) is ChunkList and self._has_pattern("chunk") and _chunks(self, target)
         if found is TENSOR:
             return target is state and len(self.stack) % 2 == 1 and self._has_pattern("tensor") and _tensor(self)
-        return found is INDEX and target is storage and len(self.stack) % 2 == 0 and self._has_pattern("index") and _storage(self)
+        return (
+            found is INDEX
+            and target is storage
+            and len(self.stack) % 2 == 0
+            and self._has_pattern("index")
+            and _storage(self)
+        )
 
     def look_ahead_items(self: Any) -> bool:
         return not self.everything and _paths(self)
@@ -108,7 +112,18 @@ class LookAhead:
 
     def _compile(self: Any) -> None:
         numbers: dict[Any, list[int]] = {}
-        names = {"properties", "size", "chunks", "offsets", "sizes", "fqn", "index", "offset", "relative_path", "length"}
+        names = {
+            "properties",
+            "size",
+            "chunks",
+            "offsets",
+            "sizes",
+            "fqn",
+            "index",
+            "offset",
+            "relative_path",
+            "length",
+        }
         for memo in (self.memo, self.young):
             for number, value in memo.items():
                 if type(value) is Global or (type(value) is str and value in names):
@@ -132,7 +147,9 @@ class LookAhead:
             self._patterns.setdefault("tensors", re.compile(rb"\x8c(.)([\x20-\x7e]*)\x94" + tensor[:-1], re.DOTALL))
             self._patterns.setdefault("chunk", re.compile(chunk.replace(b"%b", some), re.DOTALL))
             bare = get(SIZE) + SOME_INTS + rb"\x85\x94R\x94"
-            self._patterns.setdefault("skip", re.compile(b"(?:" + chunk.replace(b"%b", bare) + b"){%d}" % SKIP, re.DOTALL))
+            self._patterns.setdefault(
+                "skip", re.compile(b"(?:" + chunk.replace(b"%b", bare) + b"){%d}" % SKIP, re.DOTALL)
+            )
             entry = get(INDEX) + NEW + get("fqn") + TEXT + get("index") + b"(N|" + INT + b")"
             entry += b"(?:" + get("offset") + size + b")?ub"
             entry += get(STORAGE_INFO) + NEW + get("relative_path") + TEXT
@@ -382,4 +399,3 @@ def _storage(m: MetadataMachine) -> bool:
         pos = match.end()
     m.pos, m.count = pos, count
     return pos != begin
-

@@ -1,4 +1,4 @@
-"""The chunks of a tensor: items looked up when first needed, checked against the metadata, kept as a few numbers each."""
+"""The chunks of a tensor: items looked up when first needed, checked against the metadata, kept as a few numbers."""
 
 from __future__ import annotations
 

@@ -81,7 +81,9 @@ class TensorEntry:
         if found is None and 0 in self.shape:
             # An empty tensor is tiled by anything; its chunks must still reach its edges.
             for axis, size in enumerate(self.shape):
-                reach = max((sum(self.boxes[at : at + n + 1 : n]) for at in range(axis, len(self.boxes), 2 * n)), default=-1)
+                reach = max(
+                    (sum(self.boxes[at : at + n + 1 : n]) for at in range(axis, len(self.boxes), 2 * n)), default=-1
+                )
                 if reach != size:
                     return f"no chunk reaches the end of axis {axis} of length {size}"
         return found

@@ -1,9 +1,9 @@
 """Which keys of a DCP checkpoint are the model.
 
-torch flattens nested dicts into keys joined by dots, and records the nested path of each key in planner_data. The last
-element of a path is the parameter's own name (which may hold dots); the elements before it are the dict that it came from,
-its group. Tensors are sorted by group; groups of optimizers, schedulers and progress are left out; one group whose names
-look like a model's must remain.
+torch flattens nested dicts into keys joined by dots, and records the nested path of each key in planner_data. The
+last element of a path is the parameter's own name (which may hold dots); the elements before it are the dict that it
+came from, its group. Tensors are sorted by group; groups of optimizers, schedulers and progress are left out; one
+group whose names look like a model's must remain.
 
 Without recorded paths the wrapper is found from the names: the longest common prefix of known wrapper words after which
 the names still hold an embedding or numbered layers.
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.checkpoint import Dropped
 from reshard.errors import Damaged, Refused
-from reshard.layouts.dcp.light import printable
+from reshard.layouts.dcp.light import MEGATRON, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -38,7 +38,9 @@ MODEL_NAME = re.compile(
     r"(^|.*[._])(layers?|h|blocks?)\.\d+\..*"
     r"|(^|.*\.)(embed_tokens|tok_embeddings|word_embeddings|embed_in|wte|embeddings?|lm_head)\.\w+"
 )
-MEGATRON_NAME = re.compile(r"(.*\.)?(decoder|encoder)\.layers\..*linear_(qkv|proj|fc1|fc2)\..*|(.*\.)?embedding\.word_embeddings\.weight")
+MEGATRON_NAME = re.compile(
+    r"(.*\.)?(decoder|encoder)\.layers\..*linear_(qkv|proj|fc1|fc2)\..*|(.*\.)?embedding\.word_embeddings\.weight"
+)
 WRAPPERS = frozenset(("app", "model", "models", "module", "state", "state_dict", "model_state", "model_state_dict"))
 LISTED = 50
 
@@ -79,20 +81,20 @@ def choose(
     groups: dict[Path, list[str]] = {}
     for key in tensors:
         groups.setdefault(paths[key][:-1], []).append(key)
-    if model_key is not None:
-        prefix = _find_group(where, model_key, groups)
-    else:
-        prefix = _find_model(where, groups, paths)
+    named = model_key is not None
+    prefix = _find_group(where, model_key, groups) if model_key is not None else _find_model(where, groups, paths)
     names: dict[str, str] = {}
     owner: dict[str, str] = {}
     depth = len(prefix)
     for key in tensors:
         path = paths[key]
-        if path[:depth] != prefix or (model_key is None and len(path) != depth + 1):
+        if path[:depth] != prefix or (not named and len(path) != depth + 1):
             continue
         name = str(path[-1]) if len(path) == depth + 1 else _dotted(path[depth:])
         if name in owner:
-            raise Refused("collision", where, f"{printable(owner[name])!r} and {printable(key)!r} are both {printable(name)!r}")
+            raise Refused(
+                "collision", where, f"{printable(owner[name])!r} and {printable(key)!r} are both {printable(name)!r}"
+            )
         owner[name] = key
         names[key] = name
     return Chosen(names, _dotted(prefix), _left_out(tensors, others, paths, names, prefix))
@@ -129,7 +131,9 @@ def _find_model(where: str, groups: Mapping[Path, list[str]], paths: Mapping[str
         # Nothing else could be meant.
         return next(iter(rest))
     if not rest:
-        raise Refused("model-key", where, "holds no model, only training state", "name the directory that holds the weights")
+        raise Refused(
+            "model-key", where, "holds no model, only training state", "name the directory that holds the weights"
+        )
     listed = ", ".join(sorted(printable(_dotted(group)) or '""' for group in (models or rest))[:8])
     what = "several groups that could be the model" if models else "no group that looks like a model"
     raise Refused("model-key", where, f"holds {what}: {listed}", "choose one with --model-key")
@@ -160,17 +164,16 @@ def _left_out(
         else:
             part = (_dotted(path[:-1]) or "top level", "outside the model")
         parts[part] = parts.get(part, 0) + 1
-    folded = (Dropped(name, f"{reason} ({count} item{'s' * (count > 1)})") for (name, reason), count in sorted(parts.items()))
+    folded = (
+        Dropped(name, f"{reason} ({count} item{'s' * (count > 1)})") for (name, reason), count in sorted(parts.items())
+    )
     return (*folded, *single)
 
 
 def _guess_paths(where: str, tensors: Sequence[str], others: Sequence[str], model_key: str | None) -> dict[str, Path]:
     """Paths of two or three elements, from the names alone."""
     if any(MEGATRON_NAME.fullmatch(key) for key in tensors):
-        raise Refused(
-            "layout", where, "is a Megatron torch_dist checkpoint, which this version recognises but does not read",
-            "convert it to Hugging Face with Megatron-Bridge or the trainer's own tool",
-        )  # fmt: skip
+        raise Refused("layout", where, *MEGATRON)
     paths: dict[str, Path] = {}
     model = []
     for key in (*tensors, *others):

@@ -1,8 +1,9 @@
 """One item of a `.distcp` file: a `torch.save` zip archive that holds one tensor.
 
-The raw bytes of the tensor are one uncompressed member. Where it lies is taken from the zip's central directory at the end
-of the item and confirmed by the member's local header; what it is (dtype, shape, strides) is read from the member
-`data.pkl` by the same restricted machine that reads metadata. Two small reads an item; nothing is decompressed or called.
+The raw bytes of the tensor are one uncompressed member. Where it lies is taken from the zip's central directory at
+the end of the item and confirmed by the member's local header; what it is (dtype, shape, strides) is read from the
+member `data.pkl` by the same restricted machine that reads metadata. Two small reads an item; nothing is decompressed
+or called.
 
 Sources: the zip format (PKWARE APPNOTE 6.3, sections 4.3 and 4.5.3), and archives written by torch.
 """
@@ -35,7 +36,7 @@ LOCAL = struct.Struct("<4sHHHHHIIIHH")
 
 
 class Layout(NamedTuple):
-    """What data.pkl says: element dtype (safetensors' name), first element, shape and element strides, storage bytes."""
+    """What data.pkl says: dtype (safetensors' name), first element, shape and element strides, bytes of its storage."""
 
     dtype: str
     offset: int
@@ -201,7 +202,12 @@ def _layout(data: bytes, where: str) -> tuple[Layout, str]:
     if len(args) > 6 + v3 and args[6 + v3]:
         raise Refused("item", where, "is a conjugate, negated or otherwise special view", "save it as a plain tensor")
     storage, offset, shape, strides = args[:4]
-    if type(storage) is not Instance or storage.kind != "storage" or type(shape) is not tuple or type(strides) is not tuple:
+    if (
+        type(storage) is not Instance
+        or storage.kind != "storage"
+        or type(shape) is not tuple
+        or type(strides) is not tuple
+    ):
         raise _Broken("its pickle does not describe one tensor")
     kind, key, numel = storage.state
     if v3:
@@ -252,7 +258,7 @@ def c_ordered(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 def read_item(files: Files, path: str, begin: int, length: int, tensor: str) -> Item:
     """The tensor at [begin, begin + length) of a `.distcp` file.
 
-    Raises Damaged (a broken archive) or Refused (big-endian, compressed, a special kind of tensor), naming file and tensor.
+    Raises Damaged (a broken archive) or Refused (big-endian, a special kind of tensor), naming file and tensor.
     """
     where = f"{path} ({tensor})"
     try:
@@ -284,5 +290,3 @@ def read_item(files: Files, path: str, begin: int, length: int, tensor: str) -> 
     except (struct.error, ValueError, OverflowError) as error:
         raise Damaged("item", where, "is not a sound archive", "the file was altered; use another copy") from error
     return Item(layout.dtype, layout.shape, start, None if c_ordered(layout.shape, layout.strides) else layout.strides)
-
-

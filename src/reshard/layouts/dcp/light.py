@@ -177,6 +177,12 @@ ITEM_GLOBALS: dict[tuple[str, str], Global | Constant] = {
 }
 
 
+MEGATRON = (
+    "is a Megatron torch_dist checkpoint, which this version recognises but does not read",
+    "convert it to Hugging Face with Megatron-Bridge or the trainer's own tool",
+)
+
+
 def printable(text: str) -> str:
     """Text from an untrusted file, made fit for one line of a message."""
     return text[:120].encode("ascii", "backslashreplace").decode("ascii").replace("\n", "\\n").replace("\r", "\\r")
@@ -190,10 +196,7 @@ def resolver(table: Mapping[tuple[str, str], Global | Constant], where: str) -> 
         if found is not None:
             return found
         if module.split(".")[0] in ("megatron", "glm"):
-            raise Refused(
-                "layout", where, "is a Megatron torch_dist checkpoint, which this version recognises but does not read",
-                "convert it to Hugging Face with Megatron-Bridge or the trainer's own tool",
-            )  # fmt: skip
+            raise Refused("layout", where, *MEGATRON)
         raise Refused(
             "pickle", where, f"names {printable(module)}.{printable(name)}, which no checkpoint of plain tensors needs",
             "nothing was run; do not open it with tools that load any pickle",

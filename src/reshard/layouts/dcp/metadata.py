@@ -1,10 +1,10 @@
 """Reading `.metadata`: which tensors there are, how they are cut, and where each chunk lies. No torch, nothing called.
 
 The pickle is a `Metadata` object of three large dicts: state_dict_metadata (key -> tensor with its list of chunks),
-planner_data (key -> nested path) and storage_data (MetadataIndex -> _StorageInfo). They are never built: their entries go
-into compact arrays as they are read, and of keys that are not kept nothing stays. Which keys are kept depends on
-planner_data, which comes after the chunks, so a large file is read twice: `scan` lists keys, `load` collects chunks.
-"""
+planner_data (key -> nested path) and storage_data (MetadataIndex -> _StorageInfo). They are never built: their
+entries go into compact arrays as they are read, and of keys that are not kept nothing stays. Which keys are kept
+depends on planner_data, which comes after the chunks, so a large file is read twice: `scan` lists keys, `load`
+collects chunks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import Damaged, Refused
 from reshard.layouts.dcp.ahead import LookAhead
 from reshard.layouts.dcp.entries import ChunkList, DcpMetadata, Sink, TensorEntry
-from reshard.layouts.dcp.light import METADATA_GLOBALS, Global, Instance, printable, resolver
+from reshard.layouts.dcp.light import MEGATRON, METADATA_GLOBALS, Global, Instance, printable, resolver
 from reshard.layouts.dcp.pickle_vm import Machine, Unrecorded
 
 if TYPE_CHECKING:
@@ -42,7 +42,13 @@ class MetadataMachine(LookAhead, Machine):
     """
 
     def __init__(
-        self, file: str, fd: int, size: int, keep: Collection[str] | None, listing: bool = False, everything: bool = False
+        self,
+        file: str,
+        fd: int,
+        size: int,
+        keep: Collection[str] | None,
+        listing: bool = False,
+        everything: bool = False,
     ) -> None:
         resolve = resolver(METADATA_GLOBALS, file)
         super().__init__(file, resolve, fd=fd, size=size, everything=everything, sweep=size > SMALL and not everything)
@@ -165,7 +171,12 @@ class MetadataMachine(LookAhead, Machine):
             self.meta.paths[key] = value
 
     def _add_storage(self, key: Any, value: Any) -> None:
-        if type(key) is not Instance or key.kind != "index" or type(value) is not Instance or value.kind != "storage info":
+        if (
+            type(key) is not Instance
+            or key.kind != "index"
+            or type(value) is not Instance
+            or value.kind != "storage info"
+        ):
             raise ValueError("a storage entry of the wrong kind")
         index, info = key.state, value.state
         name, file = index["fqn"], info["relative_path"]
@@ -249,13 +260,12 @@ class MetadataMachine(LookAhead, Machine):
         if type(root) is not Instance or root.kind != "metadata" or type(root.state) is not dict:
             raise Damaged("pickle", self.where, "does not hold the metadata of a checkpoint")
         if "mcore_data" in root.state:
-            raise Refused(
-                "layout", self.where, "is a Megatron torch_dist checkpoint, which this version recognises but does not read",
-                "convert it to Hugging Face with Megatron-Bridge or the trainer's own tool",
-            )  # fmt: skip
+            raise Refused("layout", self.where, *MEGATRON)
         for name in ("state_dict_metadata", "storage_data"):
             if name not in self.sinks or root.state.get(name) is not self.sinks[name]:
-                raise Damaged("pickle", self.where, f"has no {name}", "the save did not complete, or the file was altered")
+                raise Damaged(
+                    "pickle", self.where, f"has no {name}", "the save did not complete, or the file was altered"
+                )
         if "planner_data" not in root.state or root.state["planner_data"] is not self.sinks.get("planner_data"):
             raise Damaged("pickle", self.where, "has planner data of an unknown form")
         return self.meta

@@ -30,13 +30,16 @@ FRESH_COPY = "use a complete copy of the checkpoint"
 def open_dcp(paths: list[Path], options: OpenOptions) -> Checkpoint:
     """A DCP checkpoint in one directory, or whose files lie in several (per-node parts).
 
-    Tensors keep the names that they had in the model's state dict. Raises Damaged (no or broken metadata, missing or short
-    files, chunks that do not tile their tensor) or Refused (a name off the allow list, no single model, unsafe paths).
+    Tensors keep the names that they had in the model's state dict. Raises Damaged (no or broken metadata, missing or
+    short files, chunks that do not tile their tensor) or Refused (a name off the allow list, no single model, unsafe
+    paths).
     """
     where = ",".join(map(str, paths))
     metadata = _metadata_files(paths)
     warnings = []
-    if metadata[0].name == ".metadata" and any(RANK_METADATA.fullmatch(name) for path in paths for name in _names(path)):
+    if metadata[0].name == ".metadata" and any(
+        RANK_METADATA.fullmatch(name) for path in paths for name in _names(path)
+    ):
         warnings.append("rank-local .metadata files beside .metadata are ignored")
     scans = [scan(str(file)) for file in metadata]
     paths_of, others = _merge_listing([meta for meta, _ in scans], str(metadata[0]))
@@ -80,7 +83,9 @@ def _metadata_files(paths: list[Path]) -> list[Path]:
     """`.metadata`, or the `__R.metadata` of every rank in order."""
     found = [path / ".metadata" for path in paths if (path / ".metadata").exists()]
     if len(found) > 1:
-        raise Refused("ambiguous", ",".join(map(str, found)), "several directories hold a .metadata", "name one checkpoint")
+        raise Refused(
+            "ambiguous", ",".join(map(str, found)), "several directories hold a .metadata", "name one checkpoint"
+        )
     if found:
         return found
     ranks: dict[int, Path] = {}
@@ -96,14 +101,19 @@ def _metadata_files(paths: list[Path]) -> list[Path]:
                 data.add(int(match[1]))
     where = ",".join(map(str, paths))
     if not ranks:
-        raise Damaged("missing", where, "has .distcp files but no .metadata: the save did not complete", "use an earlier checkpoint")
+        raise Damaged(
+            "missing",
+            where,
+            "has .distcp files but no .metadata: the save did not complete",
+            "use an earlier checkpoint",
+        )
     count = max(ranks) + 1
     missing = next((rank for rank in range(min(count, len(ranks) + 1)) if rank not in ranks), None)
     if missing is None:
         missing = min((rank for rank in data if rank not in ranks), default=None)
     if missing is not None:
         raise Damaged(
-            "missing", where, f"has no __{missing}.metadata: the save of rank {missing} did not complete or was not copied",
+            "missing", where, f"has no __{missing}.metadata: rank {missing} did not complete its save, or it was not copied",
             "name the directories of all nodes, joined by commas, or use an earlier checkpoint",
         )  # fmt: skip
     return [ranks[rank] for rank in range(count)]
@@ -122,7 +132,9 @@ def _merge_listing(parts: list[DcpMetadata], where: str) -> tuple[dict[str, tupl
     return paths if recorded else None, list(dict.fromkeys(key for meta in parts for key in meta.bytes_items))
 
 
-def _merge(parts: list[DcpMetadata], kept: dict[str, str], where: str) -> tuple[dict[str, TensorEntry], list[str], list[int]]:
+def _merge(
+    parts: list[DcpMetadata], kept: dict[str, str], where: str
+) -> tuple[dict[str, TensorEntry], list[str], list[int]]:
     """Entries of the kept keys, and all referenced files with their furthest extents."""
     if len(parts) == 1:
         return parts[0].tensors, parts[0].files, parts[0].extents
@@ -157,17 +169,26 @@ def _merge(parts: list[DcpMetadata], kept: dict[str, str], where: str) -> tuple[
 def _check_entry(entry: TensorEntry, name: str, where: str) -> array[int]:
     """The file numbers of the chunks, -1 for empty ones. Raises Refused or Damaged for what cannot be read whole."""
     if not entry.dtype:
-        raise Refused("dtype", name, "has a dtype that safetensors cannot hold", "leave it out of the model when saving")
+        raise Refused(
+            "dtype", name, "has a dtype that safetensors cannot hold", "leave it out of the model when saving"
+        )
     if entry.dtype == "F4" and not entry.shape:
         raise Refused("dtype", name, "is a 0-d tensor of a packed dtype")
     gap = entry.gap()
     if gap is not None:
-        raise Damaged("coverage", f"{where} ({name})", f"its chunks do not make up {list(entry.shape)}: {gap}", FRESH_COPY)
+        raise Damaged(
+            "coverage", f"{where} ({name})", f"its chunks do not make up {list(entry.shape)}: {gap}", FRESH_COPY
+        )
     numbers = entry.file_numbers()
     if -1 in numbers:
         for i, number in enumerate(numbers):
             if number < 0 and 0 not in entry.sizes(i):
-                raise Damaged("coverage", f"{where} ({name})", f"its chunk at {list(entry.start(i))} is stored nowhere", FRESH_COPY)
+                raise Damaged(
+                    "coverage",
+                    f"{where} ({name})",
+                    f"its chunk at {list(entry.start(i))} is stored nowhere",
+                    FRESH_COPY,
+                )
     return numbers
 
 
@@ -183,7 +204,9 @@ def _resolve(files: list[str], extents: list[int], paths: list[Path]) -> tuple[l
     for name, extent in zip(files, extents, strict=True):
         parts = name.split("/")
         if "\\" in name or "\0" in name or len(name) > 1024 or any(part in ("", ".", "..") for part in parts):
-            raise Refused("unsafe", str(paths[0]), f"its metadata names {printable(name)!r}, which is no path inside it")
+            raise Refused(
+                "unsafe", str(paths[0]), f"its metadata names {printable(name)!r}, which is no path inside it"
+            )
         found = [(path, home) for path, home in homes if os.path.lexists(path / name)]
         if not found:
             raise Damaged("missing", str(paths[0] / name), "is absent, but the metadata refers to it", FRESH_COPY)

@@ -1,9 +1,10 @@
 """A machine for pickles of protocols 2 to 5 that calls nothing and reads a file through a window.
 
 It executes the opcodes that CPython's pickler writes. Classes and functions are looked up in a table of our own (see
-`light`); objects are `Instance`s. Text opcodes of protocols 0 and 1, extension codes and out-of-band buffers are damage:
-no pickler emits them here. Memory is bounded by what the file really holds, whatever its lengths say: a length is
-compared with the rest of the file before anything is allocated, and the stack, the nesting and the memo have limits.
+`light`); objects are `Instance`s. Text opcodes of protocols 0 and 1, extension codes and out-of-band buffers are
+damage: no pickler emits them here. Memory is bounded by what the file really holds, whatever its lengths say: a
+length is compared with the rest of the file before anything is allocated, and the stack, the nesting and the memo
+have limits.
 
 The opcodes are those of CPython's pickletools.
 """
@@ -17,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Damaged, Refused, ReshardError
 from reshard.layouts.dcp.light import Constant, Global, Instance
+from reshard.layouts.dcp.pickle_ops import STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 WINDOW = 1 << 20
-# An opcode with its argument, and an entry for which the reader of metadata looks ahead, fit into this, or are read apart.
+# An opcode with its argument, and an entry that is recognised by looking ahead, fit into this, or are read apart.
 MARGIN = 64 << 10
 MAX_TEXT = 4 << 20
-MAX_INT_BYTES = 255
 MAX_DEPTH = 500
 MAX_STACK = 4 << 20
 # Most objects that are remembered. A remembered object costs around 100 bytes.
@@ -120,7 +121,15 @@ class Machine:
             if not error.where:
                 raise type(error)(error.kind, self.where, error.detail, error.remedy) from error
             raise
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, struct.error) as error:
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+            struct.error,
+        ) as error:
             what = "is empty" if not self.size else "is damaged or cut short"
             raise Damaged("pickle", self.where, what, "the save did not complete, or the file was altered") from error
 
@@ -169,7 +178,7 @@ class Machine:
         if len(self.stack) + sum(map(len, self.outer)) > MAX_STACK:
             raise ValueError("the stack is too large")
 
-    def _take(self, length: int, most: int = MAX_TEXT) -> bytes:
+    def take(self, length: int, most: int = MAX_TEXT) -> bytes:
         """The next `length` bytes. A length beyond the file is damage, found before anything is allocated."""
         if length > most or length > self.size - self.base - self.pos:
             raise ValueError("a length beyond the end")
@@ -181,7 +190,7 @@ class Machine:
         self.pos += length
         return data
 
-    def _line(self) -> str:
+    def line(self) -> str:
         end = self.buf.find(b"\n", self.pos, self.pos + 1024)
         if end < 0:
             raise ValueError("no end of line")
@@ -189,7 +198,7 @@ class Machine:
         self.pos = end + 1
         return data.decode()
 
-    def _global(self, module: Any, name: Any) -> Global | Constant:
+    def named(self, module: Any, name: Any) -> Global | Constant:
         if type(module) is not str or type(name) is not str:
             raise ValueError("a name that is no text")
         found = self.globals.get((module, name))
@@ -205,7 +214,7 @@ class Machine:
             raise Unrecorded
         return value
 
-    def _put(self, number: int) -> None:
+    def put(self, number: int) -> None:
         if number == self.count:
             self.count += 1
         elif number > self.count:
@@ -214,7 +223,7 @@ class Machine:
             self.count += number not in self.memo
         self.young[number] = self.stack[-1]
 
-    def _pop_mark(self) -> list[Any]:
+    def pop_mark(self) -> list[Any]:
         """The items above the last mark; the stack below it becomes current."""
         items = self.stack
         self.stack = self.outer.pop()
@@ -276,6 +285,15 @@ class Machine:
                 stack = self.stack = []
                 if below is not None and below is self.watched:
                     items = stack
+            elif op == 0x72 and int.from_bytes(buf[pos : pos + 4], "little") == count:  # LONG_BINPUT, in order
+                young[count] = stack[-1]
+                count += 1
+                pos += 4
+            elif op == 0x58 and buf[pos + 1] < 16 and not buf[pos + 2] and not buf[pos + 3]:  # BINUNICODE, short
+                end = pos + 4 + buf[pos] + 256 * buf[pos + 1]
+                text = buf[pos + 4 : end].decode()
+                pos = end
+                stack.append(text)
             elif op == 0x29:  # EMPTY_TUPLE
                 stack.append(())
             elif op == 0x85:  # TUPLE1
@@ -321,110 +339,9 @@ class Machine:
                     raise ValueError("objects are left over")
                 return stack[0]
             else:
-                step = _STEPS.get(op)
+                step = STEPS.get(op)
                 if step is None:
                     raise ValueError(f"opcode {op}")
                 self.pos, self.stack, self.count = pos, stack, count
                 step(self)
                 buf, pos, limit, stack, count = self.buf, self.pos, self.limit, self.stack, self.count
-
-
-def _set_items(m: Machine) -> None:
-    items = m._pop_mark()
-    m.add_items(m.stack[-1], items)
-
-
-def _set_item(m: Machine) -> None:
-    value = m.stack.pop()
-    key = m.stack.pop()
-    m.add_items(m.stack[-1], [key, value])
-
-
-def _append(m: Machine) -> None:
-    value = m.stack.pop()
-    m.add_elements(m.stack[-1], [value])
-
-
-def _appends(m: Machine) -> None:
-    items = m._pop_mark()
-    m.add_elements(m.stack[-1], items)
-
-
-def _frame(m: Machine) -> None:
-    if int.from_bytes(m._take(8), "little") > m.size - m.base - m.pos:
-        raise ValueError("a frame beyond the end")
-
-
-def _proto(m: Machine) -> None:
-    if not 2 <= m._take(1)[0] <= 5:
-        raise ValueError("an unknown protocol")
-
-
-def _stack_global(m: Machine) -> None:
-    name = m.stack.pop()
-    m.stack[-1] = m._global(m.stack[-1], name)
-
-
-def _persistent(m: Machine) -> None:
-    m.stack[-1] = m.persistent(m.stack[-1])
-
-
-def _number(width: int, most: int) -> Callable[[Machine], None]:
-    """LONG1 and LONG4: a length of `width` bytes, then a two's complement number."""
-
-    def step(m: Machine) -> None:
-        length = int.from_bytes(m._take(width), "little", signed=width == 4)
-        m.stack.append(int.from_bytes(m._take(max(length, 0), most), "little", signed=True))
-
-    return step
-
-
-def _text(width: int) -> Callable[[Machine], None]:
-    return lambda m: m.stack.append(m._take(int.from_bytes(m._take(width), "little")).decode())
-
-
-def _bytes(width: int) -> Callable[[Machine], None]:
-    return lambda m: m.stack.append(m._take(int.from_bytes(m._take(width), "little")))
-
-
-def _get(width: int, m: Machine) -> None:
-    m._put(int.from_bytes(m._take(width), "little"))
-
-
-def _pop(m: Machine) -> None:
-    m.stack.pop()
-
-
-def _pop_mark(m: Machine) -> None:
-    m._pop_mark()
-
-
-_STEPS: dict[int, Callable[[Machine], None]] = {
-    ord("}"): lambda m: m.stack.append(m.new_dict()),
-    ord("]"): lambda m: m.stack.append(m.new_list()),
-    ord("u"): _set_items,
-    ord("s"): _set_item,
-    ord("a"): _append,
-    ord("e"): _appends,
-    ord("N"): lambda m: m.stack.append(None),
-    0x88: lambda m: m.stack.append(True),
-    0x89: lambda m: m.stack.append(False),
-    ord("q"): lambda m: _get(1, m),
-    ord("r"): lambda m: _get(4, m),
-    ord("G"): lambda m: m.stack.append(struct.unpack(">d", m._take(8))[0]),
-    0x8A: _number(1, MAX_INT_BYTES),
-    0x8B: _number(4, MAX_INT_BYTES),
-    ord("X"): _text(4),
-    0x8D: _text(8),
-    ord("C"): _bytes(1),
-    ord("B"): _bytes(4),
-    0x8E: _bytes(8),
-    ord("c"): lambda m: m.stack.append(m._global(m._line(), m._line())),
-    0x93: _stack_global,
-    0x95: _frame,
-    0x80: _proto,
-    ord("Q"): _persistent,
-    ord("0"): _pop,
-    ord("1"): _pop_mark,
-    ord("2"): lambda m: m.stack.append(m.stack[-1]),
-}

@@ -1,0 +1,1 @@
+"""Being written by cli helper B; see /tmp/notes/cli-split.md."""
