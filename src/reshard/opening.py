@@ -60,6 +60,4 @@ def _with_config(
     side = find_side_files([path for path in order if Path(path).is_dir()])
     absent = missing_code(str(Path(home) / "config.json"))
     notes = [f"model code that config.json needs is absent: {', '.join(absent)}"] if absent else []
-    return replace(
-        checkpoint, config=config, config_dir=home, side_files=side, warnings=(*checkpoint.warnings, *notes)
-    )
+    return replace(checkpoint, config=config, config_dir=home, side_files=side, warnings=(*checkpoint.warnings, *notes))

@@ -87,7 +87,9 @@ def main() -> None:
         build = from_memory if job["names"] == "memory" else from_hub
         state = build(Path(job["source"]), mesh, job.get("seed", 0))
         dcp.save({"app": {"model": state}}, checkpoint_id=job["out"])
-    dist.destroy_process_group()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads sometimes abort an interpreter that is shutting down
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for name, function in COMMANDS.items():
-    app.command(name, no_args_is_help=name not in ("families", "demo"))(function)
+    app.command(name)(function)
 
 
 def _show_version(wanted: bool) -> None:
@@ -64,8 +64,9 @@ def run_app(arguments: Sequence[str]) -> int:
     try:
         return int(typer.main.get_command(app).main(list(arguments), "reshard", standalone_mode=False) or 0)
     except _WrongUsage as error:
-        if type(error).__name__ == "NoArgsIsHelpError":
-            typer.echo(error.format_message(), err=True)
+        if type(error).__name__ == "NoArgsIsHelpError":  # `reshard` alone; typer with rich has shown the help
+            if text := error.format_message():
+                typer.echo(text)
             return 2
         return report_usage(command, flags, error.format_message())
     except KeyboardInterrupt:

@@ -74,7 +74,7 @@ def convert(
         typer.Option(min=1, metavar="N", rich_help_panel=options.HOW, help="Threads.", show_default="by the machine"),
     ] = None,
     max_memory: Annotated[
-        str, typer.Option(metavar="SIZE", rich_help_panel=options.HOW, help="Buffers of one process.")
+        str, typer.Option(metavar="SIZE", rich_help_panel=options.HOW, help="Most memory of one process.")
     ] = "1GiB",
     device: Annotated[
         str, typer.Option(metavar="cpu|cuda", rich_help_panel=options.HOW, help="Where numbers are computed.")
@@ -94,8 +94,7 @@ def convert(
 ) -> None:
     """Convert any checkpoint to Hugging Face or torch DCP files.
 
-    EP shards are merged, dtypes follow --dtype, tied heads are written once, and the optimizer stays out. The output
-    appears whole or not at all.
+    EP shards are merged, tied heads are written once, the optimizer stays out. OUT appears whole or not at all.
 
     torchrun --nproc-per-node N -m reshard convert ... gives the same bytes as one process.
     """
@@ -110,7 +109,7 @@ def convert(
             planned = plan_convert(
                 source, out, to=to, dtype=dtype, norms=norms, experts=experts, like=like, config_from=config_from,
                 model_key=model_key, drop=tuple(drop or ()), key_prefix=key_prefix, max_shard_size=max_shard_size,
-                workers=workers, max_memory=max_memory, overwrite=overwrite, resume=resume, link=link, progress=report,
+                workers=workers, max_memory=max_memory, whole_process=True, overwrite=overwrite, resume=resume, link=link, progress=report,
             )  # fmt: skip
             if dry_run:
                 return Answer(planned.to_json, lambda: str(planned).split("\n"))

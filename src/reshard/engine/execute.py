@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.engine.journal import Journal, read_journals
 from reshard.engine.link import copy_file, link_file
 from reshard.engine.manifest import build_manifest
-from reshard.engine.memory import plan_budget
+from reshard.engine.memory import current_rss, plan_budget
 from reshard.engine.plan import MANIFEST, Plan, Segment
 from reshard.engine.ranks import Ranks
 from reshard.engine.run import Stopped, run_segments, write_error
@@ -40,10 +40,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How to run a plan; none of it changes the bytes. `max_memory` in bytes, of each process."""
+    """How to run a plan; none of it changes the bytes.
+
+    max_memory: bytes that each process may use for the run, or hold in all when `whole_process` (a command's own process)
+    """
 
     workers: int | None = None
     max_memory: int = 1 << 30
+    whole_process: bool = False
     overwrite: bool = False
     resume: bool = False
     link: str = "auto"
@@ -116,7 +120,8 @@ def _run(
     total = sum(segment.end - segment.begin for segment in mine)
     try:
         scratch = max((part.content.scratch() for file in plan.files for part in file.parts), default=0)
-        budget = plan_budget(options.max_memory, options.workers, scratch)
+        held = current_rss() if options.whole_process else 0
+        budget = plan_budget(options.max_memory, options.workers, scratch, held)
         journal = Journal(staging.journal, ranks.rank)
         try:
             advance = _counter(total, options.progress)

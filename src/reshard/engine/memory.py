@@ -36,13 +36,14 @@ def peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def plan_budget(max_memory: int, workers: int | None, scratch: int) -> Budget:
-    """Fits workers and tiles into `max_memory` (bytes, of the whole process). scratch: bytes one worker needs beside
-    its tile. Raises UsageError when not even one worker fits, saying how much would do."""
+def plan_budget(max_memory: int, workers: int | None, scratch: int, held: int = 0) -> Budget:
+    """Fits workers and tiles into `max_memory` bytes, of which `held` are taken already (what the process holds, when
+    the limit is for all of it). scratch: bytes one worker needs beside its tile. Raises UsageError when not even one
+    worker fits, saying how much would do."""
     asked = workers if workers is not None else min(8, (os.cpu_count() or 1) * 2)
     if asked < 1:
         raise UsageError("workers", "--workers", f"is {asked}", "give 1 or more")
-    room = max_memory - current_rss() - RESERVE
+    room = max_memory - held - RESERVE
     least = scratch + MIN_TILE + BLOCK
     if room < least:
         need = -(-(max_memory - room + least) // (1 << 20))

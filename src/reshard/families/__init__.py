@@ -149,10 +149,14 @@ def _check_experts(experts: Experts, where: str) -> None:
     for name in (experts.hub, experts.memory):
         if experts.layout(name) is None:
             raise ReshardError("family", where, f"names the expert layout {name!r}, which it does not define")
-    roles = {layout.name: sorted(role for tensor in layout.tensors for role in tensor.holds) for layout in experts.layouts}
+    roles = {
+        layout.name: sorted(role for tensor in layout.tensors for role in tensor.holds) for layout in experts.layouts
+    }
     for layout in experts.layouts:
         if roles[layout.name] != roles[experts.hub] or len(set(roles[layout.name])) != len(roles[layout.name]):
-            raise ReshardError("family", where, f"layout {layout.name!r} does not hold each role once, as the others do")
+            raise ReshardError(
+                "family", where, f"layout {layout.name!r} does not hold each role once, as the others do"
+            )
         for tensor in layout.tensors:
             sound = set(tensor.holds) <= set(ROLES) and tensor.join in ("concat", "interleave")
             sound = sound and tensor.orientation in ("out-in", "in-out") and tensor.experts in ("stack", "rows")

@@ -49,7 +49,9 @@ def find_side_files(dirs: Sequence[str]) -> dict[str, str]:
                 _check_link(path, home)
                 found[name] = str(path)
             if len(found) > MAX_FILES:
-                raise Refused("side-files", str(home), f"holds more than {MAX_FILES} files", "--config-from a clean directory")
+                raise Refused(
+                    "side-files", str(home), f"holds more than {MAX_FILES} files", "--config-from a clean directory"
+                )
     return dict(sorted(found.items()))
 
 

@@ -69,7 +69,9 @@ def convert_experts(
 
 def _unknown(tensors: Mapping[str, LazyTensor], target: str, training: bool) -> tuple[dict[str, LazyTensor], list[str]]:
     if target in ("fused", "per-expert"):
-        raise Refused("family", "", f"experts cannot be made {target} without family data", "`reshard families` lists them")
+        raise Refused(
+            "family", "", f"experts cannot be made {target} without family data", "`reshard families` lists them"
+        )
     if training:
         for name, tensor in tensors.items():
             if len(tensor.shape) >= 3 and UNKNOWN_EXPERTS.search(name):
@@ -132,7 +134,9 @@ def _recognise(
         if not fitting:
             raise Refused("experts", f"{block}*", "mixes two expert layouts in one layer")
         lacking = sorted({t.name for t in fitting[0].tensors} - present)
-        raise Damaged("experts", f"{block}{lacking[0].replace('{e}', '0')}", "is missing beside the other expert tensors")
+        raise Damaged(
+            "experts", f"{block}{lacking[0].replace('{e}', '0')}", "is missing beside the other expert tensors"
+        )
     if len(complete) > 1:
         complete = _tell_apart(block, complete, names, tensors, family, config, hint)
     layout = complete[0]
@@ -161,7 +165,9 @@ def _tell_apart(
             possible.append(layout)
     if len(possible) != 1:
         known = " or ".join(repr(layout.name) for layout in layouts)
-        raise Refused("experts", f"{block}*", f"may be in the layout {known}, and nothing tells which", "--like or --experts keep")
+        raise Refused(
+            "experts", f"{block}*", f"may be in the layout {known}, and nothing tells which", "--like or --experts keep"
+        )
     return possible
 
 
@@ -210,9 +216,19 @@ def _check_count(
             name = names[tensor.name, None]
             rows = tensors[name].shape[0] if tensors[name].shape else 0
             if (rows % expected if tensor.experts == "rows" else rows != expected) or not rows:
-                raise Damaged("experts", name, f"has {rows} rows of experts where the config says {expected} experts", "check the config")
+                raise Damaged(
+                    "experts",
+                    name,
+                    f"has {rows} rows of experts where the config says {expected} experts",
+                    "check the config",
+                )
         elif tensor.experts == "rows":
-            raise Refused("experts", block + tensor.name, "cannot be cut without the config's number of experts", "--config-from DIR")
+            raise Refused(
+                "experts",
+                block + tensor.name,
+                "cannot be cut without the config's number of experts",
+                "--config-from DIR",
+            )
 
 
 def _refuse_companions(block: str, members: Mapping[Key, str], tensors: Mapping[str, LazyTensor]) -> None:
@@ -223,7 +239,9 @@ def _refuse_companions(block: str, members: Mapping[Key, str], tensors: Mapping[
         if name.startswith(block) and name not in known:
             stem = next((stem for stem in (name.rpartition(".")[0], _before_suffix(name)) if stem in stems), None)
             if stem is not None:
-                raise Refused("experts", name, f"belongs to {stems[stem]} and cannot be rearranged with it", "--experts keep")
+                raise Refused(
+                    "experts", name, f"belongs to {stems[stem]} and cannot be rearranged with it", "--experts keep"
+                )
 
 
 def _before_suffix(name: str) -> str:
@@ -256,7 +274,11 @@ class _Cutter:
         if turns == 1:
             return one
         if one.shape[0] % turns:
-            raise Damaged("experts", self.members[row.name, expert if row.per_expert else None], f"does not hold {turns} equal parts")
+            raise Damaged(
+                "experts",
+                self.members[row.name, expert if row.per_expert else None],
+                f"does not hold {turns} equal parts",
+            )
         if row.join == "interleave":
             return narrow(one, 0, index, one.shape[0], turns)
         size = one.shape[0] // turns

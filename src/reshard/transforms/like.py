@@ -42,7 +42,9 @@ def follow(
         if tensor.shape != other.shape:
             raise Refused("like", name, f"is {list(tensor.shape)} here, {list(other.shape)} in {reference.path}")
         if tensor.dtype != other.dtype and not (is_float(tensor.dtype) and is_float(other.dtype)):
-            raise Refused("like", name, f"is {tensor.dtype} here, {other.dtype} in {reference.path}", "no cast bridges that")
+            raise Refused(
+                "like", name, f"is {tensor.dtype} here, {other.dtype} in {reference.path}", "no cast bridges that"
+            )
         wanted[name] = other.dtype
     files: dict[str, str] = {}
     for name in reference:

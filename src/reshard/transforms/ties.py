@@ -15,7 +15,11 @@ FLAG = "tie_word_embeddings"
 NESTED = ("text_config", "llm_config", "language_config")
 # Where neither family nor config says more: the usual names of the two matrices, the prefix of a text tower in front.
 HEADS = ("lm_head.weight", "model.lm_head.weight", "language_model.lm_head.weight")
-EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight", "language_model.model.embed_tokens.weight")
+EMBEDDINGS = (
+    "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+)
 
 
 def declares_tie(config: Mapping[str, Any] | None) -> bool:

@@ -153,6 +153,7 @@ def plan_convert(
     *,
     workers: int | None = None,
     max_memory: str | int = "1GiB",
+    whole_process: bool = False,
     overwrite: bool = False,
     resume: bool = False,
     link: str = "auto",
@@ -164,7 +165,8 @@ def plan_convert(
     source: path (see `reshard.open`) or an opened Checkpoint. out: directory to make; omitted, a training checkpoint
     goes to its own `weights` folder and a Hugging Face directory to a sibling. The keyword arguments are ConvertOptions'
     (`to`, `dtype`, `norms`, `experts`, `like`, `config_from`, `model_key`, `drop`, `max_shard_size`, `key_prefix`) and
-    how to run (`workers`, `max_memory` per process, `overwrite`, `resume`, `link`, `progress(done, total)`).
+    how to run (`workers`, `max_memory` for the run, or for all of this process with `whole_process`, `overwrite`,
+    `resume`, `link`, `progress(done, total)`).
 
     Raises UsageError, Refused or Damaged, each with a remedy.
     """
@@ -176,7 +178,7 @@ def plan_convert(
     options.check()
     if link not in LINKS:
         raise UsageError("flag", "--link", f"is {link!r}", f"one of {', '.join(LINKS)}")
-    run_options = RunOptions(workers, parse_size(max_memory), overwrite, resume, link, progress)
+    run_options = RunOptions(workers, parse_size(max_memory), whole_process, overwrite, resume, link, progress)
     if isinstance(source, Checkpoint):
         checkpoint, named = source, source.path
     else:

@@ -197,7 +197,9 @@ def _changes(rows: list[Mapping[str, Any]]) -> Iterator[str]:
     for (a, b), count in sorted(counts.items()):
         yield f"dtype      {a} in a, {b} in b: {count:,} tensors"
     shapes = [f"{row['name']}: {row['shape'][0]} in a, {row['shape'][1]} in b" for row in rows]
-    yield from _some([text for text, row in zip(shapes, rows, strict=True) if row["shape"][0] != row["shape"][1]], "shape      ")
+    yield from _some(
+        [text for text, row in zip(shapes, rows, strict=True) if row["shape"][0] != row["shape"][1]], "shape      "
+    )
 
 
 def _some(items: list[str], label: str) -> Iterator[str]:

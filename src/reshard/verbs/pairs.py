@@ -58,7 +58,9 @@ def align(a: Checkpoint, b: Checkpoint) -> Aligned:
             head = next((name for name in mine if name in HEADS), None)
             embedding = next((name for name in EMBEDDINGS if name in other), None)
             if head is not None and embedding is not None:
-                pairs.append(Pair(head, *((own[head], other[embedding]) if own is left else (other[embedding], own[head]))))
+                pairs.append(
+                    Pair(head, *((own[head], other[embedding]) if own is left else (other[embedding], own[head])))
+                )
                 mine.remove(head)
                 notes.append(f"{head} lies on one side only and is compared with {embedding}, as the config ties them")
     return Aligned(tuple(pairs), tuple(only_a), tuple(only_b), tuple(notes))

@@ -300,13 +300,8 @@ def _paths(m: MetadataMachine) -> bool:
         get, length, text, before, last_length, last, code = match.groups()
         prefix = known.get(before)
         if prefix is None:
-            width = {0x68: 2, 0x6A: 5}
-            parts: list[Any] = []
-            at = 0
-            while at < len(before):
-                part = _number(before[at : at + width[before[at]]])
-                parts.append(memo.get(part) or young.get(part))
-                at += width[before[at]]
+            gets = [_number(op) for op in re.findall(ANY_GET, before, re.DOTALL)]
+            parts: list[Any] = [memo.get(part) or young.get(part) for part in gets]
             if any(type(part) is not str for part in parts):
                 break
             prefix = known[before] = tuple(parts)

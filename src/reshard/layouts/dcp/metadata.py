@@ -273,7 +273,7 @@ class MetadataMachine(LookAhead, Machine):
 
 def _read(file: str, keep: Collection[str] | None, listing: bool) -> tuple[DcpMetadata, int]:
     try:
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not hang
     except OSError as error:
         raise Damaged("missing", file, f"cannot be opened ({error.strerror})") from error
     try:

@@ -113,7 +113,7 @@ def _metadata_files(paths: list[Path]) -> list[Path]:
         missing = min((rank for rank in data if rank not in ranks), default=None)
     if missing is not None:
         raise Damaged(
-            "missing", where, f"has no __{missing}.metadata: rank {missing} did not complete its save, or it was not copied",
+            "missing", where, f"has no __{missing}.metadata: rank {missing} did not complete, or was not copied",
             "name the directories of all nodes, joined by commas, or use an earlier checkpoint",
         )  # fmt: skip
     return [ranks[rank] for rank in range(count)]
