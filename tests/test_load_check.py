@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import mini_models
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import mini_models
 from reshard.checkpoint import Checkpoint
 from reshard.errors import Refused, UsageError
 from reshard.opening import open_checkpoint
 from reshard.tensors.lazy import Stored
 from reshard.verbs.load_check import check_load
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
 MOE = "model.layers.1.mlp.experts."
 State = dict[str, torch.Tensor]
@@ -109,7 +111,7 @@ def test_keys_that_the_class_ignores_are_no_problem(minis: Callable[[str], Path]
 
 def test_without_a_config_it_is_refused() -> None:
     tensors = {"model.embed_tokens.weight": Stored("BF16", (4, 4), "/nonexistent/file", 0)}
-    with pytest.raises(Refused, match="no config.json"):
+    with pytest.raises(Refused, match="no config"):
         check_load(Checkpoint(dict(tensors), "hf", "somewhere"))
 
 

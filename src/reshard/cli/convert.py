@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +11,7 @@ import typer
 from reshard.cli import options
 from reshard.cli.progress import progress
 from reshard.cli.run import Answer, Flags, run
+from reshard.cli.text import folded
 
 WHAT = "What to write"
 
@@ -69,10 +70,7 @@ def convert(
     resume: Annotated[
         bool, typer.Option("--resume", rich_help_panel=options.HOW, help="Continue an interrupted run.")
     ] = False,
-    workers: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", rich_help_panel=options.HOW, help="Threads.", show_default="by the machine"),
-    ] = None,
+    workers: options.Workers = None,
     max_memory: Annotated[
         str, typer.Option(metavar="SIZE", rich_help_panel=options.HOW, help="Most memory of one process.")
     ] = "1GiB",
@@ -109,7 +107,8 @@ def convert(
             planned = plan_convert(
                 source, out, to=to, dtype=dtype, norms=norms, experts=experts, like=like, config_from=config_from,
                 model_key=model_key, drop=tuple(drop or ()), key_prefix=key_prefix, max_shard_size=max_shard_size,
-                workers=workers, max_memory=max_memory, whole_process=True, overwrite=overwrite, resume=resume, link=link, progress=report,
+                workers=workers, max_memory=max_memory, whole_process=True, overwrite=overwrite,
+                resume=resume, link=link, progress=report,
             )  # fmt: skip
             if dry_run:
                 return Answer(planned.to_json, lambda: str(planned).split("\n"))
@@ -133,7 +132,8 @@ def summary(report: Mapping[str, Any]) -> Iterator[str]:
     from reshard.verbs.describe import size_text
 
     seconds = report["seconds"]
-    rate = f", {report['bytes'] / seconds / 1e9:.2f} GB/s" if seconds > 0 else ""
+    # Of a few megabytes the rate says nothing.
+    rate = f", {report['bytes'] / seconds / 1e9:.2f} GB/s" if seconds > 0 and report["bytes"] >= 10**7 else ""
     family = f", {report['family']}" if report["family"] else ""
     yield f"wrote     {report['output']} ({report['layout']}{family})"
     yield f"tensors   {report['tensors']:,}, {size_text(report['bytes'])} in {seconds:.1f} s{rate}"
@@ -142,16 +142,3 @@ def summary(report: Mapping[str, Any]) -> Iterator[str]:
     for warning in report["warnings"]:
         yield f"note      {warning}"
     yield f"next      reshard verify {shlex.quote(report['output'])}"
-
-
-def folded(label: str, rows: Iterable[Mapping[str, str]]) -> Iterator[str]:
-    """One line a reason, with the first name, however many tensors there are."""
-    reasons: dict[str, list[str]] = {}
-    for row in rows:
-        reasons.setdefault(row["reason"], []).append(row["name"])
-    for reason, names in reasons.items():
-        yield f"{label:<9} {_names(names)}: {reason}"
-
-
-def _names(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1:,} more"

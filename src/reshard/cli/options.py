@@ -40,3 +40,7 @@ ModelKey = Annotated[
         help="Where the model's weights are in a training checkpoint, such as app.model.",
     ),
 ]
+Workers = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", rich_help_panel=HOW, help="Threads.", show_default="by the machine"),
+]

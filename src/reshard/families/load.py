@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import tomllib
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ReshardError
+from reshard.families.configs import text_levels
+from reshard.families.renaming import to_hub
 from reshard.families.tables import (
     BIASES,
     MATRICES,
@@ -25,7 +27,7 @@ from reshard.families.tables import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
 CHOICES = {
     "join": ("concat", "interleave"),
@@ -171,40 +173,8 @@ def _check(family: Family, where: str) -> None:
         if row.where != "tail" and not (row.name.endswith(".") and row.hub[-1:] in ("", ".")):
             raise _fault(where, f"renames the {row.where} {row.name!r}, which must end at a dot")
         before, after = {"tail": ("a.", ""), "module": ("a.", "b"), "prefix": ("", "b")}[row.where]
-        again = [other.to_hub(before + row.hub + after) for other in _matchers(family.renames)]
-        if any(name is not None for name in again):
+        if any(to_hub(other, before + row.hub + after) is not None for other in family.renames):
             raise _fault(where, f"renames {row.hub!r}, which another row gives as the Hub's name")
-
-
-class Matcher:
-    """A rename, ready to be applied to many names."""
-
-    def __init__(self, row: Rename) -> None:
-        self.row = row
-
-    def to_hub(self, name: str) -> str | None:
-        """The name with this row applied, or None where it does not apply."""
-        return _swap(name, self.row.name, self.row.hub, self.row.where)
-
-    def from_hub(self, name: str) -> str | None:
-        return _swap(name, self.row.hub, self.row.name, self.row.where)
-
-
-def _matchers(rows: Iterable[Rename]) -> tuple[Matcher, ...]:
-    return tuple(map(Matcher, rows))
-
-
-def _swap(name: str, old: str, new: str, where: str) -> str | None:
-    if where == "prefix":
-        return new + name[len(old) :] if name.startswith(old) else None
-    if where == "tail":
-        if name == old:
-            return new
-        return name[: -len(old)] + new if name.endswith("." + old) else None
-    if name.startswith(old):
-        return new + name[len(old) :]
-    head, found, rest = name.partition("." + old)
-    return f"{head}.{new}{rest}" if found else None
 
 
 @cache
@@ -224,15 +194,10 @@ def all_families() -> tuple[Family, ...]:
 
 
 def find_family(config: Mapping[str, Any] | None) -> Family | None:
-    """The family of a config, by exact model_type: the outer one's, else the text config's. None where no file claims it."""
-    config = config or {}
-    text = config.get("text_config")
-    for level in (config, text if isinstance(text, dict) else {}):
+    """The family of a config, by exact model_type: the outer one's, else the text config's. None where none claims it."""
+    for level in reversed(text_levels(config)):
         kind = level.get("model_type")
         for family in all_families():
             if kind in family.model_types:
                 return family
     return None
-
-
-__all__ = ["Matcher", "all_families", "find_family", "parse_family", "replace"]

@@ -107,9 +107,10 @@ class Mtp:
 
 @dataclass(frozen=True)
 class SparseLayers:
-    """Config keys that say which decoder layers have routed experts; a key that a config lacks excludes nothing.
+    """Config keys that say which decoder layers have routed experts.
 
-    first: number of dense layers at the beginning. step: every step-th layer is sparse, counted from 1.
+    first: number of dense layers at the beginning; where a config lacks it, nothing can be told. step: every step-th layer
+    is sparse, counted from 1.
     dense: list of layers that are dense all the same. kinds: list of "dense" or "sparse", one a layer, which alone decides.
     """
 

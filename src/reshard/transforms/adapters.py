@@ -10,14 +10,15 @@ from reshard.errors import Refused
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-ADAPTER = re.compile(r"(^|\.)(lora_(A|B|embedding_A|embedding_B|magnitude_vector|bias)|base_layer)(\.|$)")
+# PEFT's factors, the layers it wraps and its copies of trained modules, as whole segments of a name.
+ADAPTER = re.compile(
+    r"(^|\.)(lora_(A|B|embedding_A|embedding_B|magnitude_vector|bias)|base_layer|modules_to_save|original_module)(\.|$)"
+)
+REMEDY = "merge the adapter into the model in the trainer and save again, or export it as a PEFT adapter"
 
 
 def refuse_lora(names: Iterable[str]) -> None:
-    """Refused when any name is a LoRA factor or a wrapped base layer: converting those as weights loses the training."""
+    """Refused when a name is a LoRA factor or part of a wrapped layer: converting those as weights loses the training."""
     found = [name for name in names if ADAPTER.search(name)]
     if found:
-        raise Refused(
-            "adapter", found[0], f"this is a LoRA checkpoint ({len(found)} adapter tensors)",
-            "merge the adapter into the model in the trainer and save again, or save it as a PEFT adapter",
-        )  # fmt: skip
+        raise Refused("adapter", found[0], f"is part of a LoRA checkpoint ({len(found)} adapter tensors)", REMEDY)

@@ -13,8 +13,22 @@ if TYPE_CHECKING:
     from reshard.families import Family
     from reshard.tensors.lazy import LazyTensor
 
-# A module is a norm when its name ends in "norm" or "layernorm", perhaps numbered (q_norm, norm1, ln_f, input_layernorm).
-NORM = re.compile(r"(^|[._])(layer_?norm|rms_?norm|norm|ln)(_?\w{1,2})?\.(weight|bias)$", re.IGNORECASE)
+# Words of a module's name that say that it is a norm: q_norm, input_layernorm, norm_f, ln_1, DeepSeek's enorm and hnorm.
+NORM_WORDS = frozenset(
+    "norm norms layernorm rmsnorm groupnorm batchnorm instancenorm qnorm knorm enorm hnorm ln".split()
+)
+
+
+def is_norm(name: str, shape: tuple[int, ...], family: Family | None = None) -> bool:
+    """Whether a tensor is a norm's weight or bias: one axis at most, and a whole word of its module's name says so, or a
+    pattern of the family does."""
+    if len(shape) > 1:
+        return False
+    if family is not None and any(re.search(pattern, name) for pattern in family.norms):
+        return True
+    module = name.rpartition(".")[0].rpartition(".")[2]
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", module).lower().split("_")
+    return any(word.rstrip("0123456789") in NORM_WORDS for word in words)
 
 
 def target_dtypes(
@@ -27,10 +41,10 @@ def target_dtypes(
     """
     if wanted == "keep":
         return {name: tensor.dtype for name, tensor in tensors.items()}
-    pins = re.compile("|".join(family.fp32_pins)) if family and family.fp32_pins else None
+    pins = re.compile("|".join(f"(?:{pin})" for pin in family.fp32_pins)) if family and family.fp32_pins else None
     found = {}
     for name, tensor in tensors.items():
-        pinned = pins is not None and pins.search(name) is not None
-        stored_norm = norms == "float32" and tensor.dtype == "F32" and NORM.search(name) is not None
-        found[name] = wanted if is_float(tensor.dtype) and not pinned and not stored_norm else tensor.dtype
+        kept = not is_float(tensor.dtype) or (pins is not None and pins.search(name) is not None)
+        kept = kept or (norms == "float32" and tensor.dtype == "F32" and is_norm(name, tensor.shape, family))
+        found[name] = tensor.dtype if kept else wanted
     return found

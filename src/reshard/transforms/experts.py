@@ -1,29 +1,33 @@
-"""Routed experts from any layout of a family to any other, as rearrangements of byte ranges.
+"""Routed experts from any layout of a family to any other.
 
-Every layout is read through one canonical form, expert by expert: gate and up `[I, H]`, down `[H, I]` ([out, in], as a
-Linear stores them), biases `[out]`. A layout's table says how to cut that out of what is stored and how to join it again,
-so both directions come from the same lines. A layer whose experts already lie as wanted passes through untouched.
+A layer's layout is found from the set of its names, layer by layer (a multi-token-prediction layer may be stored otherwise
+than the rest), and checked: complete, and in the number that the config says. What already lies as wanted passes through
+untouched. `expert_views` rearranges the rest.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import Damaged, Refused
-from reshard.families import MATRICES, ExpertLayout, ExpertTensor, Family
-from reshard.tensors.lazy import LazyTensor, concat, interleave, narrow, select, stack, transpose
-from reshard.transforms.names import rename_to_hub
+from reshard.errors import Damaged, Refused, ReshardError
+from reshard.families import ExpertLayout, ExpertTensor, Family, config_int, sparse_layers
+from reshard.tensors.dtypes import DTYPES
+from reshard.transforms.expert_views import Key, Source, rearrange
+from reshard.transforms.names import hub_prefix, memory_prefix, rename_to_hub, rename_to_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from reshard.families import Experts
+    from reshard.tensors.lazy import LazyTensor
 
-# What looks like experts although no family says so: a tensor of all experts, or numbered ones.
-UNKNOWN_EXPERTS = re.compile(r"(^|\.)experts?(\.|_)(?!\d+\.)")
+# What looks like experts although no family says so: a tensor of all experts, with three axes.
+UNKNOWN_EXPERTS = re.compile(r"(^|\.)(experts?|moe|block_sparse_moe)(\.|_)(?!\d+\.)")
+# Ends of names that belong to a weight and must not be parted from it.
+COMPANION = re.compile(r"_(scale_inv|scales?|scale_2|zero_point|bias|blocks|packed|shape|qweight|qzeros)$")
+Blocks = dict[str, dict[Key, str]]
 
 
 def convert_experts(
@@ -34,44 +38,71 @@ def convert_experts(
     source_hint: str | None = None,
     training: bool = False,
 ) -> tuple[dict[str, LazyTensor], list[str]]:
-    """(tensors with their experts laid out as `target`, notes).
+    """(tensors under their target names, experts laid out as `target`; notes).
 
-    target: "hub" (the layout of Hub releases), "fused" (transformers' in-memory layout), "per-expert", or "keep".
-    Trainers' own names become the Hub's unless kept. source_hint: name of the layout that the experts are in, where two
-    layouts share their names. Raises Refused (ambiguous, or no such layout) or Damaged (experts missing, wrong counts).
+    target: "hub" (names and layout of Hub releases), "fused" (transformers' modules), "per-expert" (or any other layout of
+    the family, under the Hub's names) or "keep" (nothing changes). source_hint: name of the layout that the experts are
+    in, where two layouts share their names. training: whether the tensors come from a training checkpoint.
+
+    Raises Refused (ambiguous, no such layout, tensors that cannot be parted, two names become one) or Damaged (experts
+    missing, wrong counts or shapes).
     """
     if target == "keep":
         return dict(tensors), []
     if family is None:
         return _unknown(tensors, target, training)
-    renamed = rename_to_hub(tensors, family)
     if family.experts is None:
-        if target in ("fused", "per-expert"):
+        if target not in ("hub", "fused"):
             raise Refused("experts", family.name, "has no routed experts", "leave --experts away")
-        return renamed, []
-    wanted = _wanted(family, family.experts, target)
-    result = dict(renamed)
-    blocks = _find_blocks(renamed, family.experts)
+        renamed = rename_to_hub(tensors, family)
+        return (rename_to_memory(renamed, family) if target == "fused" else renamed), []
+    experts = family.experts
+    wanted = _wanted(family, experts, target)
+    blocks = find_blocks(tensors, experts)
+    _check_layers(tensors, blocks, family, config)
+    expert_names = {name for names in blocks.values() for name in names.values()}
+    result = rename_to_hub({name: t for name, t in tensors.items() if name not in expert_names}, family)
+    if target == "fused":
+        result = rename_to_memory(result, family)
+    moved: list[str] = []
+    sources: dict[str, int] = defaultdict(int)
     for block, names in blocks.items():
-        source, members = _recognise(block, names, renamed, family, config, source_hint)
-        if source is wanted:
-            continue
-        _refuse_companions(block, members, renamed)
-        for name in members.values():
-            del result[name]
-        made = _rearrange(block, source, members, renamed, wanted, family, config)
-        clash = next((name for name in made if name in result), None)
-        if clash is not None:
-            raise Refused("collision", clash, "would be written twice")
-        result |= made
-    return result, []
+        layout = recognise(block, names, tensors, family, config, source_hint)
+        count = _check_count(block, layout, names, tensors, family, config)
+        stem = hub_prefix(block, family)
+        stem = memory_prefix(stem, family) if target == "fused" else stem
+        if layout is wanted:
+            made = {stem + _below(key): tensors[name] for key, name in names.items()}
+        else:
+            _check_movable(block, layout, names, tensors, family, config, count)
+            made = _made(stem, Source(layout, names, tensors, count), wanted)
+            moved += names.values()
+            sources[layout.name] += 1
+        for name, tensor in made.items():
+            if name in result:
+                raise Refused("collision", name, "would be written twice", "--drop one of them")
+            result[name] = tensor
+    _refuse_companions(moved, tensors, expert_names)
+    return result, [
+        f"experts of {n} layer{'s' if n > 1 else ''} go from the layout {name!r} to {wanted.name!r}"
+        for name, n in sorted(sources.items())
+    ]
+
+
+def _made(stem: str, source: Source, wanted: ExpertLayout) -> dict[str, LazyTensor]:
+    try:
+        return {stem + name: tensor for name, tensor in rearrange(source, wanted).items()}
+    except ReshardError as error:
+        raise type(error)(error.kind, error.where if "." in error.where and error.where.startswith(stem) else stem + error.where, error.detail, error.remedy) from error
+
+
+def _below(key: Key) -> str:
+    return key[0] if key[1] is None else key[0].replace("{e}", str(key[1]))
 
 
 def _unknown(tensors: Mapping[str, LazyTensor], target: str, training: bool) -> tuple[dict[str, LazyTensor], list[str]]:
-    if target in ("fused", "per-expert"):
-        raise Refused(
-            "family", "", f"experts cannot be made {target} without family data", "`reshard families` lists them"
-        )
+    if target != "hub":
+        raise Refused("family", "", f"experts cannot be made {target} without family data", "`reshard families` lists them")
     if training:
         for name, tensor in tensors.items():
             if len(tensor.shape) >= 3 and UNKNOWN_EXPERTS.search(name):
@@ -91,57 +122,82 @@ def _wanted(family: Family, experts: Experts, target: str) -> ExpertLayout:
     return layout
 
 
-def _pattern(template: str) -> re.Pattern[str]:
-    number = re.escape(template).replace(re.escape("{e}"), r"(?P<e>0|[1-9]\d{0,5})")
-    return re.compile(rf"^(?P<block>(?:.*\.)?){number}$")
-
-
-Key = tuple[str, int | None]  # (template, expert number or None for all)
-
-
-def _find_blocks(tensors: Mapping[str, LazyTensor], experts: Experts) -> dict[str, dict[Key, str]]:
+def find_blocks(tensors: Iterable[str], experts: Experts) -> Blocks:
     """Decoder layer (as a name prefix) -> (template, expert) -> name, for every name that some layout knows."""
-    patterns = {t.name: _pattern(t.name) for layout in experts.layouts for t in layout.tensors}
-    # One cheap test first: most names of a model are not experts.
-    hint = re.compile("|".join(sorted({re.escape(t.split("{e}")[0].split(".w")[0]) for t in patterns})))
-    blocks: dict[str, dict[Key, str]] = defaultdict(dict)
+    # Templates by (segments, place of the number); the longest first, so that the most specific one counts.
+    shapes: dict[tuple[int, int], set[str]] = defaultdict(set)
+    for layout in experts.layouts:
+        for row in layout.tensors:
+            segments = row.name.split(".")
+            shapes[len(segments), segments.index("{e}") if row.per_expert else -1].add(row.name)
+    order = sorted(shapes.items(), reverse=True)
+    blocks: Blocks = defaultdict(dict)
     for name in tensors:
-        if not hint.search(name):
-            continue
-        for template, pattern in patterns.items():
-            match = pattern.match(name)
-            if match:
-                number = match.groupdict().get("e")
-                blocks[match["block"]][template, int(number) if number is not None else None] = name
+        segments = name.split(".")
+        for (length, place), templates in order:
+            tail = segments[-length:]
+            if len(tail) < length:
+                continue
+            expert = None
+            if place >= 0:
+                number = tail[place]
+                if not (number.isascii() and number.isdecimal()) or (number[0] == "0" and number != "0"):
+                    continue
+                if len(number) > 6:
+                    continue
+                tail[place], expert = "{e}", int(number)
+            template = ".".join(tail)
+            if template in templates:
+                prefix = segments[: len(segments) - length]
+                blocks[".".join(prefix) + "." if prefix else ""][template, expert] = name
+                break
     return dict(blocks)
 
 
-def _recognise(
+def _check_layers(
+    tensors: Mapping[str, LazyTensor], blocks: Blocks, family: Family, config: Mapping[str, Any] | None
+) -> None:
+    """A layer that is here and has a router, or is sparse by the config, must have its experts here too."""
+    assert family.experts is not None
+    router = family.router
+    present: set[str] = set()
+    for name in tensors:
+        if router and name.endswith(f".{router}.weight"):
+            block = name[: -len(router) - len("weight") - 1]
+            if block not in blocks:
+                raise Damaged("experts", name, "is a router whose experts are missing", "use a complete checkpoint")
+        if name.startswith(family.layers):
+            present.add(name[len(family.layers) :].partition(".")[0])
+    for number in sorted(sparse_layers(family, config) or ()):
+        block = f"{family.layers}{number}."
+        if str(number) in present and block not in blocks:
+            raise Damaged("experts", f"{block}*", "has no experts, which the config says it has", "check the config")
+
+
+def recognise(
     block: str,
     names: Mapping[Key, str],
     tensors: Mapping[str, LazyTensor],
     family: Family,
     config: Mapping[str, Any] | None,
     hint: str | None,
-) -> tuple[ExpertLayout, dict[Key, str]]:
-    """The layout in which a layer's experts are stored, complete and in the number that the config says."""
+) -> ExpertLayout:
+    """The layout in which a layer's experts are stored."""
     assert family.experts is not None
+    layouts = family.experts.layouts
     present = {template for template, _ in names}
-    used = {layout.name: {t.name for t in layout.tensors} & present for layout in family.experts.layouts}
-    fitting = [layout for layout in family.experts.layouts if used[layout.name] == present]
-    complete = [layout for layout in fitting if len(used[layout.name]) == len(layout.tensors)]
+    known = {layout.name: {row.name for row in layout.tensors} for layout in layouts}
+    complete = [layout for layout in layouts if known[layout.name] == present]
     if not complete:
+        fitting = [layout for layout in layouts if present < known[layout.name]]
         if not fitting:
-            raise Refused("experts", f"{block}*", "mixes two expert layouts in one layer")
-        lacking = sorted({t.name for t in fitting[0].tensors} - present)
-        raise Damaged(
-            "experts", f"{block}{lacking[0].replace('{e}', '0')}", "is missing beside the other expert tensors"
-        )
+            some = ", ".join(sorted(name.removeprefix(block) for name in names.values())[:4])
+            raise Refused("experts", f"{block}*", f"mixes expert layouts in one layer ({some}, ...)", "--drop what is stale")
+        lacking = sorted(known[fitting[0].name] - present)
+        raise Damaged("experts", block + lacking[0].replace("{e}", "0"), "is missing beside the other expert tensors")
     if len(complete) > 1:
-        complete = _tell_apart(block, complete, names, tensors, family, config, hint)
-    layout = complete[0]
-    _check_count(block, layout, names, tensors, family, config)
-    return layout, dict(names)
+        return _tell_apart(block, complete, names, tensors, family, config, hint)
+    return complete[0]
 
 
 def _tell_apart(
@@ -152,42 +208,48 @@ def _tell_apart(
     family: Family,
     config: Mapping[str, Any] | None,
     hint: str | None,
-) -> list[ExpertLayout]:
-    """Layouts with the same names: a declaration decides; shapes may only confirm, and must exclude all others."""
-    declared = [layout for layout in layouts if layout.name == hint]
-    if declared:
-        return declared
-    hidden, width = _config_value(config, ("hidden_size",)), _intermediate(family, config)
-    possible = []
-    for layout in layouts:
-        shapes = {t.name: _stored_matrix(t, hidden, width) for t in layout.tensors if set(t.holds) <= set(MATRICES)}
-        if all(tensors[name].shape[-2:] == shapes[t] for (t, _), name in names.items() if t in shapes):
-            possible.append(layout)
-    if len(possible) != 1:
-        known = " or ".join(repr(layout.name) for layout in layouts)
-        raise Refused(
-            "experts", f"{block}*", f"may be in the layout {known}, and nothing tells which", "--like or --experts keep"
+) -> ExpertLayout:
+    """Layouts with the same names: a declaration decides, which shapes must not contradict. Without one, the dimensions
+    that the config gives must exclude all layouts but one."""
+    possible = [
+        layout
+        for layout in layouts
+        if all(
+            expected_shape(row, family, config, tensors[names[row.name, None]].shape[:1]) == tensors[names[row.name, None]].shape
+            for row in layout.tensors
+            if not row.per_expert
         )
-    return possible
+    ]
+    declared = next((layout for layout in layouts if layout.name == hint), None)
+    if declared is not None:
+        if possible and declared not in possible:
+            raise Refused("experts", f"{block}*", f"is said to be in the layout {hint!r}, but its shapes are those of {possible[0].name!r}")
+        return declared
+    if len(possible) != 1:
+        either = " or ".join(repr(layout.name) for layout in layouts)
+        raise Refused(
+            "experts", f"{block}*", f"may be in the layout {either}, and neither names nor dimensions tell which",
+            "--experts keep writes it as it is",
+        )  # fmt: skip
+    return possible[0]
 
 
-def _stored_matrix(tensor: ExpertTensor, hidden: int | None, width: int | None) -> tuple[int | None, int | None]:
-    out, into = (hidden, width) if "down" in tensor.holds else (width, hidden)
-    out = out * len(tensor.holds) if out is not None else None
-    return (out, into) if tensor.orientation == "out-in" else (into, out)
-
-
-def _config_value(config: Mapping[str, Any] | None, keys: Sequence[str]) -> int | None:
-    config = config or {}
-    for level in (config.get("text_config") or {}, config):
-        for key in keys:
-            if isinstance(level.get(key), int):
-                return int(level[key])
-    return None
-
-
-def _intermediate(family: Family, config: Mapping[str, Any] | None) -> int | None:
-    return _config_value(config, family.experts.intermediate) if family.experts else None
+def expected_shape(
+    row: ExpertTensor, family: Family, config: Mapping[str, Any] | None, lead: tuple[int, ...] = ()
+) -> tuple[int | None, ...]:
+    """The shape of a stored tensor by the config's dimensions, None for a length that cannot be told. lead: the length of
+    the leading axis of all experts, where there is one."""
+    assert family.experts is not None
+    hidden, width = config_int(config, family.experts.hidden), config_int(config, family.experts.intermediate)
+    out, into = (hidden, width) if row.holds[0].startswith("down") else (width, hidden)
+    out = out * len(row.holds) if out is not None else None
+    one = (out,) if row.is_bias else (out, into) if row.orientation == "out-in" else (into, out)
+    if row.per_expert:
+        return one
+    if row.experts == "stack":
+        return (*lead, *one)
+    count = config_int(config, family.experts.count)
+    return (count * one[0] if count is not None and one[0] is not None else None, *one[1:])
 
 
 def _check_count(
@@ -197,121 +259,70 @@ def _check_count(
     tensors: Mapping[str, LazyTensor],
     family: Family,
     config: Mapping[str, Any] | None,
-) -> None:
-    """Every expert 0..E-1 has every tensor, and E is the config's."""
+) -> int:
+    """The number of experts: each of 0..E-1 has every tensor, and E is the config's where there is one."""
     assert family.experts is not None
-    expected = _config_value(config, family.experts.count)
-    for tensor in layout.tensors:
-        if tensor.per_expert:
-            numbers = sorted(e for template, e in names if template == tensor.name and e is not None)
-            count = expected if expected is not None else numbers[-1] + 1
-            missing = sorted(set(range(count)) - set(numbers))
-            if missing:
-                where = block + tensor.name.replace("{e}", str(missing[0]))
-                raise Damaged("experts", where, f"is missing: the model has {count} experts, {len(numbers)} are here")
-            if len(numbers) > count:
-                where = block + tensor.name.replace("{e}", str(numbers[-1]))
-                raise Damaged("experts", where, f"is one too many: the config says {count} experts", "check the config")
-        elif expected is not None:
-            name = names[tensor.name, None]
-            rows = tensors[name].shape[0] if tensors[name].shape else 0
-            if (rows % expected if tensor.experts == "rows" else rows != expected) or not rows:
-                raise Damaged(
-                    "experts",
-                    name,
-                    f"has {rows} rows of experts where the config says {expected} experts",
-                    "check the config",
-                )
-        elif tensor.experts == "rows":
-            raise Refused(
-                "experts",
-                block + tensor.name,
-                "cannot be cut without the config's number of experts",
-                "--config-from DIR",
-            )
-
-
-def _refuse_companions(block: str, members: Mapping[Key, str], tensors: Mapping[str, LazyTensor]) -> None:
-    """Scales and biases that no layout knows must not be parted from their weights."""
-    stems = {name.removesuffix(".weight"): name for name in members.values()}
-    known = set(members.values())
-    for name in tensors:
-        if name.startswith(block) and name not in known:
-            stem = next((stem for stem in (name.rpartition(".")[0], _before_suffix(name)) if stem in stems), None)
-            if stem is not None:
-                raise Refused(
-                    "experts", name, f"belongs to {stems[stem]} and cannot be rearranged with it", "--experts keep"
-                )
-
-
-def _before_suffix(name: str) -> str:
-    """`a.gate_up_proj_scale_inv` -> `a.gate_up_proj`."""
-    return re.sub(r"_(scale_inv|scale|bias|blocks|scales|scale_2|zero_point)$", "", name)
-
-
-@dataclass(frozen=True)
-class _Cutter:
-    """Reads canonical tensors out of stored ones."""
-
-    members: Mapping[Key, str]
-    tensors: Mapping[str, LazyTensor]
-    layout: ExpertLayout
-    count: int
-
-    def get(self, role: str, expert: int) -> LazyTensor:
-        row = next(t for t in self.layout.tensors if role in t.holds)
-        stored = self.tensors[self.members[row.name, expert if row.per_expert else None]]
+    expected = config_int(config, family.experts.count)
+    count = expected
+    if count is None:
+        first = layout.tensors[0]
+        numbers = [e for _, e in names if e is not None]
+        count = max(numbers) + 1 if numbers else 0 if first.experts == "rows" else (tensors[names[first.name, None]].shape or (0,))[0]
+    here: dict[str, set[int]] = defaultdict(set)
+    for template, expert in names:
+        if expert is not None:
+            here[template].add(expert)
+    for row in layout.tensors:
         if row.per_expert:
-            one = stored
-        elif row.experts == "stack":
-            one = select(stored, expert)
-        else:
-            size = stored.shape[0] // self.count
-            one = narrow(stored, 0, expert * size, (expert + 1) * size)
-        if row.orientation == "in-out" and role in MATRICES:
-            one = transpose(one)
-        turns, index = len(row.holds), row.holds.index(role)
-        if turns == 1:
-            return one
-        if one.shape[0] % turns:
-            raise Damaged(
-                "experts",
-                self.members[row.name, expert if row.per_expert else None],
-                f"does not hold {turns} equal parts",
-            )
-        if row.join == "interleave":
-            return narrow(one, 0, index, one.shape[0], turns)
-        size = one.shape[0] // turns
-        return narrow(one, 0, index * size, (index + 1) * size)
+            numbers_here = here[row.name]
+            missing = next((e for e in range(count) if e not in numbers_here), None)
+            where = block + row.name.replace("{e}", str(max(numbers_here) if missing is None else missing))
+            if missing is not None:
+                raise Damaged("experts", where, f"is missing: the model has {count} experts, {len(numbers_here)} are here")
+            if len(numbers_here) > count:
+                raise Damaged("experts", where, f"is one too many: the config says {count} experts", "check the config")
+            continue
+        name = names[row.name, None]
+        if row.experts == "rows" and expected is None:
+            raise Refused("experts", name, "cannot be cut without the config's number of experts", "--config-from DIR")
+        rows = (tensors[name].shape or (0,))[0]
+        if count == 0 or (rows % count if row.experts == "rows" else rows != count):
+            said = "the config says" if expected is not None else "another tensor of the layer has"
+            raise Damaged("experts", name, f"has {rows} rows of experts where {said} {count} experts", "check the config")
+    return count
 
 
-def _rearrange(
+def _check_movable(
     block: str,
-    source: ExpertLayout,
-    members: Mapping[Key, str],
+    layout: ExpertLayout,
+    names: Mapping[Key, str],
     tensors: Mapping[str, LazyTensor],
-    wanted: ExpertLayout,
     family: Family,
     config: Mapping[str, Any] | None,
-) -> dict[str, LazyTensor]:
-    assert family.experts is not None
-    count = _config_value(config, family.experts.count)
-    if count is None:
-        first = source.tensors[0]
-        numbers = [e for template, e in members if template == first.name and e is not None]
-        count = max(numbers) + 1 if first.per_expert else tensors[members[first.name, None]].shape[0]
-    cutter = _Cutter(members, tensors, source, count)
-    made: dict[str, LazyTensor] = {}
-    for row in wanted.tensors:
-        ones = [_joined(row, cutter.get, expert) for expert in range(count)]
-        if row.per_expert:
-            made |= {block + row.name.replace("{e}", str(expert)): one for expert, one in enumerate(ones)}
-        else:
-            made[block + row.name] = stack(ones) if row.experts == "stack" else concat(ones, 0)
-    return made
+    count: int,
+) -> None:
+    """Shapes are the config's, and the numbers are not packed."""
+    expected = {row.name: expected_shape(row, family, config, (count,)) for row in layout.tensors}
+    for (template, _), name in names.items():
+        tensor, shape = tensors[name], expected[template]
+        kind = DTYPES[tensor.dtype]
+        if kind.kind not in ("float", "narrow") or kind.bits < 8:
+            raise Refused("experts", name, f"is packed ({tensor.dtype}) and cannot be rearranged", "--experts keep")
+        fits = len(shape) == len(tensor.shape) and all(a in (None, b) for a, b in zip(shape, tensor.shape, strict=True))
+        if not fits:
+            text = ", ".join("?" if n is None else str(n) for n in shape)
+            raise Damaged("experts", name, f"is {list(tensor.shape)} where the config gives [{text}]", "check the config")
 
 
-def _joined(row: ExpertTensor, get: Callable[[str, int], LazyTensor], expert: int) -> LazyTensor:
-    parts = [get(role, expert) for role in row.holds]
-    one = interleave(parts, 0) if row.join == "interleave" else concat(parts, 0)
-    return transpose(one) if row.orientation == "in-out" and row.holds[0] in MATRICES else one
+def _refuse_companions(moved: Iterable[str], tensors: Mapping[str, LazyTensor], expert_names: set[str]) -> None:
+    """Scales and biases that no layout knows must not be parted from the weights that were rearranged."""
+    stems = {name.removesuffix(".weight"): name for name in moved}
+    if not stems:
+        return
+    for name in tensors:
+        if name in expert_names:
+            continue
+        for stem in (name.rpartition(".")[0], COMPANION.sub("", name)):
+            if stem in stems:
+                detail = f"belongs to {stems[stem]} and cannot be rearranged with it"
+                raise Refused("experts", name, detail, "--experts keep")

@@ -1,4 +1,4 @@
-"""Names: the wrapper levels that frameworks put into them, and trainers' own spellings."""
+"""Names: the wrapper levels that frameworks put into them, and other writers' spellings."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 from typing import TYPE_CHECKING
 
 from reshard.errors import Refused
+from reshard.families import MEMORY
+from reshard.families.renaming import from_hub, to_hub
 from reshard.tensors.lazy import select
 
 if TYPE_CHECKING:
@@ -29,20 +31,80 @@ def strip_wrappers(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     return _renamed(tensors, {name: plain_name(name) for name in tensors}, "without wrapper levels")
 
 
+def hub_name(name: str, family: Family) -> str:
+    """The Hub's name for any writer's name of a tensor that is not a routed expert. Idempotent."""
+    return _hub_name(name, family)[0]
+
+
+def hub_prefix(prefix: str, family: Family) -> str:
+    """The Hub's prefix of a decoder layer ("model.layers.3.")."""
+    for row in family.renames:
+        if row.where == "prefix":
+            prefix = to_hub(row, prefix) or prefix
+    return prefix
+
+
+def memory_prefix(prefix: str, family: Family) -> str:
+    """The prefix of a decoder layer in transformers' modules, from the Hub's."""
+    for row in family.renames:
+        if row.where == "prefix" and row.source == MEMORY:
+            prefix = from_hub(row, prefix) or prefix
+    return prefix
+
+
 def rename_to_hub(tensors: Mapping[str, LazyTensor], family: Family) -> dict[str, LazyTensor]:
-    """Trainers' names of a family as the Hub's. Idempotent; refused when two names become one."""
+    """All names as the Hub's. Twice is the same as once; Refused when two names become one, when writers disagree on what
+    a name means, or when the Hub has no place for a tensor."""
+    _refuse_unplaced(tensors, family)
     if not family.renames:
         return dict(tensors)
-    table = {rename.name: rename for rename in family.renames}
-    pattern = re.compile(r"^((?:.*\.)?)(" + "|".join(map(re.escape, table)) + ")$")
-    found: dict[str, LazyTensor] = dict(tensors)
-    target = {}
+    target: dict[str, str] = {}
+    found: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
-        match = pattern.match(name)
-        target[name] = match[1] + table[match[2]].hub if match else name
-        if match and table[match[2]].squeeze and len(tensor.shape) > 2 and tensor.shape[0] == 1:
-            found[name] = select(tensor, 0)
+        target[name], squeeze = _hub_name(name, family)
+        short = squeeze and len(tensor.shape) > 2 and tensor.shape[0] == 1
+        found[name] = select(tensor, 0) if short else tensor
     return _renamed(found, target, "under the Hub's names")
+
+
+def rename_to_memory(tensors: Mapping[str, LazyTensor], family: Family) -> dict[str, LazyTensor]:
+    """Hub names as transformers' modules have them. Refused when two names become one."""
+    rows = [row for row in family.renames if row.source == MEMORY]
+    target = {}
+    for name in tensors:
+        new = name
+        for row in reversed(rows):
+            new = from_hub(row, new) or new
+        target[name] = new
+    return _renamed(tensors, target, "in transformers")
+
+
+def _hub_name(name: str, family: Family) -> tuple[str, bool]:
+    """(the Hub's name, whether a leading axis of length 1 may go). The longest tail counts, then modules and prefixes."""
+    tails = [row for row in family.renames if row.where == "tail" and to_hub(row, name) is not None]
+    squeeze = False
+    new = name
+    if tails:
+        best = max(tails, key=lambda row: len(row.name))
+        other = next((row for row in tails if row.name == best.name and row.hub != best.hub), None)
+        if other is not None:
+            raise Refused(
+                "rename", name, f"is {best.hub} as {best.source} writes it and {other.hub} as {other.source} does",
+                "--experts keep writes it as it is",
+            )  # fmt: skip
+        new, squeeze = to_hub(best, name) or name, best.squeeze
+    for row in family.renames:
+        if row.where != "tail":
+            new = to_hub(row, new) or new
+    return new, squeeze
+
+
+def _refuse_unplaced(tensors: Mapping[str, LazyTensor], family: Family) -> None:
+    for row in family.unplaced:
+        for name in tensors:
+            if name == row.name or name.endswith("." + row.name):
+                pattern = row.name.replace(".", r"\.") + "$"
+                raise Refused("unplaced", name, f"is {row.why}", f"--drop '{pattern}' leaves it out")
 
 
 def _renamed(tensors: Mapping[str, LazyTensor], target: Mapping[str, str], how: str) -> dict[str, LazyTensor]:

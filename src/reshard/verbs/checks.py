@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from reshard.families import Family
+    from reshard.tensors.lazy import LazyTensor
 
 Problem = dict[str, Any]
 
@@ -55,7 +56,7 @@ def salvage(source: str, error: Damaged) -> tuple[Checkpoint | None, list[Proble
     layout = next((name for name, module in LAYOUTS.items() if import_module(module).detect(path)), None)
     if layout is None:
         return None, problems
-    tensors = {}
+    tensors: dict[str, LazyTensor] = {}
     if layout == "hf":
         seen = {row["file"] for row in problems}
         for file in [path] if path.is_file() else sorted(path.glob("*.safetensors")):
@@ -149,9 +150,8 @@ def check_layers(checkpoint: Checkpoint) -> list[Problem]:
     missing = [number for number in range(min(layers, len(present) + 100)) if number not in present]
     if missing:
         listed = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
-        found.append(
-            problem("layers", f"of {layers} layers that the config counts, {listed} are absent", tensor=f"{family.layers}{missing[0]}")
-        )  # fmt: skip
+        where = f"{family.layers}{missing[0]}"
+        found.append(problem("layers", f"of {layers} layers that the config counts, {listed} are absent", tensor=where))
     names: Collection[str] = checkpoint.tensors.keys()
     if family.embedding not in names or family.head not in names:
         names = {plain_name(name) for name in names}
@@ -180,7 +180,7 @@ def check_experts(checkpoint: Checkpoint) -> tuple[list[Problem], list[str]]:
 
 
 def expert_layout(checkpoint: Checkpoint, family: Family | None) -> str | None:
-    """The name of the layout that the routed experts are stored in; several joined by "/" where names alone do not tell."""
+    """The name of the layout that the routed experts are stored in; joined by "/" where names do not tell."""
     if family is None or family.experts is None:
         return None
     found = []

@@ -163,8 +163,8 @@ def plan_convert(
     """Checks everything that headers allow and plans every output byte. Writes nothing.
 
     source: path (see `reshard.open`) or an opened Checkpoint. out: directory to make; omitted, a training checkpoint
-    goes to its own `weights` folder and a Hugging Face directory to a sibling. The keyword arguments are ConvertOptions'
-    (`to`, `dtype`, `norms`, `experts`, `like`, `config_from`, `model_key`, `drop`, `max_shard_size`, `key_prefix`) and
+    goes to its own `weights` folder and a Hugging Face directory to a sibling. The keyword arguments are those of
+    ConvertOptions (`to`, `dtype`, `norms`, `experts`, `like`, `config_from`, `model_key`, `drop`, `max_shard_size`, `key_prefix`) and
     how to run (`workers`, `max_memory` for the run, or for all of this process with `whole_process`, `overwrite`,
     `resume`, `link`, `progress(done, total)`).
 

@@ -36,12 +36,15 @@ def diff(
 ) -> dict[str, Any]:
     """Compares two checkpoints of any layouts and returns what differs.
 
+    "identical": same names, dtypes, shapes and bytes. "compared", "same": tensors compared, and equal in every value.
     "only_a", "only_b": names that one side lacks. "changed": [{"name", "dtype": [a, b], "shape": [a, b]}] where either
-    differs. "tensors": of every tensor whose values differ, {"name", "dtype", "shape", "elements", "differing", "max_abs",
-    "relative_l2", "nonfinite"}: elements that differ; the largest |a - b|; ||a - b|| / ||a||, both over the elements that
-    are finite on both sides, in fp64; differing elements that are not. A distance that does not exist is None: for dtypes
-    without arithmetic, for changed shapes, and relative to a tensor of zeros. "identical": same names, dtypes, shapes and
-    bytes. Equal dtypes are compared bit by bit (so -0.0 differs from 0.0), others by value.
+    differs. "tensors": a row for every tensor whose values differ, with "name", "dtype", "shape", "elements" and
+
+    - "differing": elements that differ: bit by bit between equal dtypes (-0.0 is not 0.0), else by value;
+    - "max_abs", "rel_l2": the largest |a - b|, and ||a - b|| / ||a||, over elements finite on both sides, in fp64;
+    - "nonfinite": differing elements that are infinite or no number on some side.
+
+    A distance is None where there is none: dtypes without arithmetic, or relative to a tensor of zeros.
 
     config_from and model_key apply to both sides, where they are training checkpoints. Memory stays bounded.
     Raises UsageError, Refused or Damaged when a side cannot be opened or read.
@@ -67,7 +70,7 @@ def diff(
         "b": b,
         "identical": not (aligned.only_a or aligned.only_b or changed or tensors),
         "compared": len(comparable),
-        "equal": sum(not row.differing for row in rows),
+        "same": sum(not row.differing for row in rows),
         "only_a": list(aligned.only_a),
         "only_b": list(aligned.only_b),
         "changed": changed,
@@ -82,7 +85,7 @@ class Distance(NamedTuple):
 
     differing: int
     max_abs: float | None = None
-    relative_l2: float | None = None
+    rel_l2: float | None = None
     nonfinite: int = 0
 
 
@@ -94,7 +97,7 @@ def _row(pair: Pair, row: Distance) -> dict[str, Any]:
         "elements": pair.a.numel,
         "differing": row.differing,
         "max_abs": row.max_abs,
-        "relative_l2": row.relative_l2,
+        "rel_l2": row.rel_l2,
         "nonfinite": row.nonfinite,
     }
 
@@ -178,7 +181,7 @@ def describe_diff(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"identical: {found['compared']:,} tensors, byte for byte"
         return
     differing = len(found["tensors"])
-    yield f"{found['compared']:,} tensors compared: {found['equal']:,} equal in value, {differing:,} not"
+    yield f"{found['compared']:,} tensors compared: {found['same']:,} equal in value, {differing:,} not"
     for key, label in (("only_a", "only in a"), ("only_b", "only in b")):
         yield from _some(found[key], f"{label}  ")
     yield from _changes(found["changed"])
@@ -211,7 +214,7 @@ def _some(items: list[str], label: str) -> Iterator[str]:
 
 def _rank(row: Mapping[str, Any]) -> float:
     """The largest first; a tensor without a distance before all others, since nothing else tells of it."""
-    value = row["relative_l2"] if row["relative_l2"] is not None else row["max_abs"]
+    value = row["rel_l2"] if row["rel_l2"] is not None else row["max_abs"]
     return float("inf") if value is None else float(value)
 
 
@@ -220,7 +223,7 @@ def _table(rows: list[Mapping[str, Any]]) -> Iterator[str]:
     yield f"{'tensor':<{width}}  {'max |a-b|':>10}  {'rel. L2':>10}  {'differing':>22}"
     for row in rows:
         share = f"{row['differing']:,} of {row['elements']:,}"
-        yield f"{row['name']:<{width}}  {_number(row['max_abs']):>10}  {_number(row['relative_l2']):>10}  {share:>22}"
+        yield f"{row['name']:<{width}}  {_number(row['max_abs']):>10}  {_number(row['rel_l2']):>10}  {share:>22}"
 
 
 def _number(value: float | None) -> str:

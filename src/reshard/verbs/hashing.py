@@ -1,4 +1,4 @@
-"""The manifest's promises held against the bytes on disk: segment by segment, then tensor by tensor where one is broken."""
+"""The manifest held against the bytes on disk: segment by segment, then tensor by tensor where one differs."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def check_manifest(
 ) -> Hashed | None:
     """Compares every hash of `reshard.json` with the files beside it. Raises Damaged where the manifest is unreadable.
 
-    Files are read once. Where segments of a file differ, or a file is recorded without them, its tensors are hashed too,
-    so that a problem names the tensor.
+    Files are read once. Where segments of a file differ, or a file is recorded without them, its tensors are hashed
+    too, so that a problem names the tensor.
     """
     home = Path(checkpoint.path)
     manifest = read_manifest(home / MANIFEST) if home.is_dir() else None

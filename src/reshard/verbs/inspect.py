@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def inspect(source: str, *, config_from: str | None = None, model_key: str | None = None) -> dict[str, Any]:
-    """Describes a checkpoint in any layout, or the newest one of a run. Reads headers and metadata only, never a tensor.
+    """Describes a checkpoint in any layout, or the newest one of a run. Reads headers and metadata, never a tensor.
 
     Returns "layout", "family" (or None), "model_type", "tensors", "parameters", "bytes", "dtypes" {name: count},
-    "complete", "problems" [{"kind", "file", "tensor", "detail"}], "next" (the command to type next, or None), and besides
-    "path" (the checkpoint directory), "config" (where config.json was found), "trainer", "why" (how the path led there),
-    "expert_layout", "left_out" [{"name", "reason"}] and "warnings". A damaged checkpoint is described as far as it goes:
-    counts that it no longer tells are None.
+    "complete", "problems" [{"kind", "file", "tensor", "detail"}], "next" (the command to type next, or ""), and besides
+    "path" (the checkpoint directory), "config" (where config.json was found), "trainer", "why" (how the path led
+    there), "expert_layout", "left_out" [{"name", "reason"}] and "warnings". A damaged checkpoint is described as far as
+    it goes: counts that it no longer tells are None.
 
     Raises UsageError (no such path), Refused (no checkpoint, or one that is not read), and Damaged where not even the
     layout can be told.
@@ -75,7 +75,7 @@ def _report(source: str, checkpoint: Checkpoint, problems: list[dict[str, Any]])
         "dtypes": dict(sorted(Counter(tensor.dtype for tensor in checkpoint.tensors.values()).items())),
         "complete": not problems,
         "problems": problems,
-        "next": None if problems or adapter else _next(source, checkpoint),
+        "next": "" if problems or adapter else _next(source, checkpoint),
         "path": checkpoint.path,
         "config": checkpoint.config_dir,
         "trainer": checkpoint.trainer,

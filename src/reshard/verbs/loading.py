@@ -1,7 +1,7 @@
 """The load check: transformers' own loader, given every tensor's shape and no tensor's bytes.
 
-The model is built on the meta device and loaded with a state dict of meta tensors, so that renaming, fusing and tying are
-transformers' and the memory is that of importing it.
+The model is built on the meta device and loaded with a state dict of meta tensors, so that renaming, fusing and tying
+are transformers' own, and the memory is that of importing it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def check_load(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[list[Pr
     """
     torch = require_torch("the load check")
     if checkpoint.config is None or checkpoint.config_dir is None:
-        raise Refused("config", checkpoint.path, "has no config.json to build the model from", "--config-from DIR names one")
+        raise Refused(
+            "config", checkpoint.path, "has no config.json to build the model from", "--config-from DIR names one"
+        )
     tensors = strip_wrappers(checkpoint.tensors)
     if checkpoint.training:
         tensors = convert_experts(tensors, find_family(checkpoint.config), checkpoint.config, "hub", training=True)[0]
@@ -44,7 +46,9 @@ def check_load(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[list[Pr
         row = DTYPES[tensor.dtype]
         kind = getattr(torch, row.torch, None) if row.torch else None
         if kind is None:
-            raise Refused("dtype", name, f"is {tensor.dtype}, which torch cannot hold", "the load check does not cover it")
+            raise Refused(
+                "dtype", name, f"is {tensor.dtype}, which torch cannot hold", "the load check does not cover it"
+            )
         shape = (*tensor.shape[:-1], tensor.shape[-1] // 2) if tensor.dtype == "F4" else tensor.shape
         state[name] = torch.empty(shape, dtype=kind, device="meta")
     with _quiet():
@@ -59,14 +63,18 @@ def _model_class(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[Any, 
     try:
         import transformers
     except ImportError as error:
-        raise Refused("extra", "transformers", "is needed for the load check", "pip install 'reshard[torch,hf]'") from error
+        raise Refused(
+            "extra", "transformers", "is needed for the load check", "pip install 'reshard[torch,hf]'"
+        ) from error
     home, raw = str(checkpoint.config_dir), checkpoint.config or {}
     named = next((name for name in raw.get("architectures") or [] if isinstance(name, str)), None)
     own = getattr(transformers, named, None) if named else None
-    auto_map = raw.get("auto_map") if isinstance(raw.get("auto_map"), dict) else {}
-    remote = isinstance(auto_map, dict) and own is None and bool(auto_map)
+    auto_map: dict[str, Any] = raw["auto_map"] if isinstance(raw.get("auto_map"), dict) else {}
+    remote = own is None and bool(auto_map)
     if remote and not trust_remote_code:
-        raise Refused("code", home, "loading this model runs code that comes with it", "--trust-remote-code allows that")
+        raise Refused(
+            "code", home, "loading this model runs code that comes with it", "--trust-remote-code allows that"
+        )
     try:
         config = transformers.AutoConfig.from_pretrained(home, trust_remote_code=remote, local_files_only=True)
         if own is not None:
@@ -75,10 +83,14 @@ def _model_class(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[Any, 
             from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
             reference = next((v for v in auto_map.values() if isinstance(v, str) and v.endswith(f".{named}")), None)
-            reference = reference or next(v for k, v in auto_map.items() if k.startswith("AutoModel") and isinstance(v, str))
+            reference = reference or next(
+                v for k, v in auto_map.items() if k.startswith("AutoModel") and isinstance(v, str)
+            )
             return config, get_class_from_dynamic_module(reference, home, local_files_only=True)
         if named is not None:
-            raise Refused("load", home, f"transformers {transformers.__version__} has no {named}", "install a version that has it")
+            raise Refused(
+                "load", home, f"transformers {transformers.__version__} has no {named}", "install a version that has it"
+            )
         return config, transformers.MODEL_MAPPING[type(config)]
     except ReshardError:
         raise
@@ -102,8 +114,10 @@ def _load(kind: Any, config: Any, state: dict[str, Any]) -> Exception | None:
 
 @contextmanager
 def _captured() -> Iterator[dict[str, Any]]:
-    """Keeps the loader's report. Its return value alone does not tell of failed conversions, and is lost when it raises."""
-    import transformers.modeling_utils as module
+    """Keeps the loader's report: what it returns does not tell of failed conversions, and is lost when it raises."""
+    from importlib import import_module
+
+    module: Any = import_module("transformers.modeling_utils")
 
     seen: dict[str, Any] = {}
 
@@ -123,20 +137,21 @@ def _captured() -> Iterator[dict[str, Any]]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """No progress bars, warnings or network while the loader runs."""
-    import transformers
+    from importlib import import_module
 
+    bars: Any = import_module("transformers.utils.logging")
     logger = logging.getLogger("transformers")
     level, offline = logger.level, os.environ.get("HF_HUB_OFFLINE")
-    bars = transformers.utils.logging.is_progress_bar_enabled()
+    shown = bars.is_progress_bar_enabled()
     os.environ["HF_HUB_OFFLINE"] = "1"
     logger.setLevel(logging.CRITICAL)
-    transformers.utils.logging.disable_progress_bar()
+    bars.disable_progress_bar()
     try:
         yield
     finally:
         logger.setLevel(level)
-        if bars:
-            transformers.utils.logging.enable_progress_bar()
+        if shown:
+            bars.enable_progress_bar()
         if offline is None:
             del os.environ["HF_HUB_OFFLINE"]
         else:
@@ -147,7 +162,10 @@ def _problems(seen: dict[str, Any], failure: Exception | None) -> list[Problem]:
     info = seen.get("info")
     found: list[Problem] = []
     if info is not None:
-        found += [problem("missing", "the model has it, the checkpoint does not", tensor=name) for name in sorted(info.missing_keys)]
+        found += [
+            problem("missing", "the model has it, the checkpoint does not", tensor=name)
+            for name in sorted(info.missing_keys)
+        ]
         found += [
             problem("unexpected", "the checkpoint has it, the model does not", tensor=name)
             for name in sorted(info.unexpected_keys)

@@ -43,7 +43,8 @@ def align(a: Checkpoint, b: Checkpoint) -> Aligned:
     releases (experts included), if that brings them closer. A side without a config borrows the other's. The head of a
     tied model may be missing on one side: it is then compared with the embedding.
     """
-    left, right = strip_wrappers(a.tensors), strip_wrappers(b.tensors)
+    left: Mapping[str, LazyTensor] = strip_wrappers(a.tensors)
+    right: Mapping[str, LazyTensor] = strip_wrappers(b.tensors)
     notes: list[str] = []
     if left.keys() != right.keys():
         hub_left, hub_right = _hub_view(left, a, b), _hub_view(right, b, a)

@@ -47,7 +47,8 @@ def verify(
     against: another checkpoint, in any layout, that must hold the same tensors: names, dtypes, shapes and every byte.
     allow_cast: a floating tensor may differ from it in dtype, if it is its value rounded once.
     load: builds the model with transformers, without weights, and lets transformers' own loader say which keys are
-    missing, unexpected or of another shape. target="transformers" is the same. trust_remote_code lets the model's code run.
+    missing, unexpected or of another shape. target="transformers" is the same. trust_remote_code lets the model's own
+    code run.
 
     Returns "status" ("ok" or "failed"), "checked_tensors", "checked_bytes" (read and compared with a hash or another
     checkpoint), "problems" [{"kind", "file", "tensor", "detail"}], "checks" (what was done), "warnings" and "seconds".
@@ -146,7 +147,11 @@ def _tied(checkpoint: Checkpoint) -> list[Problem]:
 
 
 def _against(
-    checkpoint: Checkpoint, reference: Checkpoint, allow_cast: bool, workers: int | None, progress: Callable[[int, int], None] | None
+    checkpoint: Checkpoint,
+    reference: Checkpoint,
+    allow_cast: bool,
+    workers: int | None,
+    progress: Callable[[int, int], None] | None,
 ) -> tuple[list[Problem], list[str], int]:
     """(problems, notes, bytes compared)."""
     aligned = align(checkpoint, reference)
@@ -163,7 +168,7 @@ def _against(
 def _difference(
     pair: Pair, files: Files, tiles: Tiles, *, allow_cast: bool, advance: Callable[[int], None]
 ) -> tuple[str, str] | None:
-    """(kind, detail) of the first thing in which a pair differs, or None. An unreadable tensor is a problem like any."""
+    """(kind, detail) of the first thing in which a pair differs, or None. An unreadable tensor is one such thing."""
     a, b = pair.a, pair.b
     if a.shape != b.shape:
         return "shape", f"is {list(a.shape)} here, {list(b.shape)} there"
@@ -178,10 +183,8 @@ def _difference(
             fill(a, begin, end, left, files)
             expected.fill(begin, end, right, files)
             if left != right and not (cast and _same_numbers(left, right, a.dtype)):
-                return (
-                    "bytes",
-                    f"differs from {'the rounded value' if cast else 'the other'} first at {_first(a, left, right, begin)}",
-                )
+                where = _first(a, left, right, begin)
+                return "bytes", f"differs from the other{', rounded,' if cast else ''} first at {where}"
             advance(end - begin)
     except ReshardError as error:
         return error.kind, error.line()
