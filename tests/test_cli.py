@@ -128,6 +128,13 @@ def test_dry_run_writes_nothing(source: Path, tmp_path: Path, flags: tuple[str, 
         assert "block.0.weight" in done.stdout and "model.safetensors" in done.stdout
 
 
+def test_names_reach_no_terminal_as_codes(tmp_path: Path) -> None:
+    save_file({"evil\x1b[31m.weight": np.ones(4, "f4")}, tmp_path / "model.safetensors", {"format": "pt"})
+    done = reshard("convert", tmp_path, f"{tmp_path}-out", "--dtype", "bfloat16", "--dry-run")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "evil?[31m.weight" in done.stdout and "\x1b" not in done.stdout
+
+
 def test_only_the_first_rank_speaks(tmp_path: Path) -> None:
     for flags in ((), ("--json",)):
         first = reshard("families", *flags, env={"RANK": "0", "WORLD_SIZE": "2"})

@@ -68,7 +68,7 @@ def save_dcp(state: dict[str, torch.Tensor], out: Path, config: Path) -> Path:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save({"model": dict(state)}, checkpoint_id=str(out), no_dist=True)
+        dcp.save({"model": dict(state)}, checkpoint_id=str(out), no_dist=True)  # type: ignore[attr-defined]
     shutil.copy(config / "config.json", out)
     return out
 
@@ -338,6 +338,8 @@ BAD: dict[str, bytes] = {
     ),
     "has an unknown dtype": raw({"x": entry([4], 0, 16, "Q7")}, bytes(16)),
     "has a tail": raw({"x": entry([4], 0, 16)}, bytes(99)),
+    "has a dtype without a name": raw({"x": entry([4], 0, 16, "")}, bytes(16)),
+    "is a git-LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n",
     "is empty": b"",
 }
 
@@ -364,6 +366,14 @@ def test_a_bad_header_is_seen_by_every_verb(tmp_path: Path, what: str) -> None:
         diff(good, str(bad))
     with pytest.raises(ReshardError):
         diff(str(bad), good)
+
+
+def test_scalars_and_empty_tensors_are_sound(tmp_path: Path) -> None:
+    a = one_file(tmp_path / "a", s=torch.tensor(3.0), e=torch.ones(0, 4))
+    b = one_file(tmp_path / "b", s=torch.tensor(5.0), e=torch.ones(0, 4))
+    found = diff(a, b)
+    assert [(row["name"], row["max_abs"]) for row in found["tensors"]] == [("s", 2.0)] and found["same"] == 1
+    assert diff(a, a)["identical"] is True and inspect(a)["parameters"] == 1
 
 
 @pytest.mark.parametrize("value", ["../other/model.safetensors", "/etc/passwd", "sub/../../x", "link.safetensors"])

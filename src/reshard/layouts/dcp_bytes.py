@@ -11,13 +11,13 @@ from __future__ import annotations
 import struct
 import zlib
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard.errors import Refused
 from reshard.tensors.dtypes import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
     from reshard.tensors.boxes import Box
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 
 VERSION = "1.0.0"
+# Items of a dict that a pickler writes at a time.
+BATCH = 1000
+T = TypeVar("T")
 METADATA = "torch.distributed.checkpoint.metadata"
 
 # Dtypes with a storage class of their own in torch; the others are saved as untyped storage with the dtype beside it.
@@ -65,10 +68,14 @@ def item_size(dtype: str) -> int:
 
 
 class _Pickle:
-    """A pickle, protocol 2, written opcode by opcode with a memo, so that its bytes depend on nothing but the calls."""
+    """A pickle written opcode by opcode with a memo, so that its bytes depend on nothing but the calls.
 
-    def __init__(self) -> None:
-        self.out = bytearray(b"\x80\x02")
+    Protocol 2 is what torch.save writes, 4 what torch's DCP writes its metadata in.
+    """
+
+    def __init__(self, protocol: int = 2) -> None:
+        self.protocol = protocol
+        self.out = bytearray(b"\x80" + bytes([protocol]))
         self._memo: dict[Hashable, int] = {}
         self._count = 0
 
@@ -78,7 +85,10 @@ class _Pickle:
 
     def put(self, key: Hashable = None) -> _Pickle:
         """Memoises the top of the stack, as picklers do; under `key` it can be fetched again."""
-        self.out += b"q" + bytes([self._count]) if self._count < 256 else b"r" + struct.pack("<I", self._count)
+        if self.protocol == 4:
+            self.out += b"\x94"
+        else:
+            self.out += b"q" + bytes([self._count]) if self._count < 256 else b"r" + struct.pack("<I", self._count)
         if key is not None:
             self._memo[key] = self._count
         self._count += 1
@@ -96,11 +106,17 @@ class _Pickle:
         if self.get(value):
             return self
         data = value.encode("utf-8", "surrogatepass")
+        if self.protocol == 4 and len(data) < 256:
+            return self.raw(b"\x8c" + bytes([len(data)]) + data).put(value)
         return self.raw(b"X" + struct.pack("<I", len(data)) + data).put(value)
 
     def name(self, module: str, name: str) -> _Pickle:
         """A class or function."""
-        return self if self.get((module, name)) else self.raw(f"c{module}\n{name}\n".encode()).put((module, name))
+        if self.get((module, name)):
+            return self
+        if self.protocol == 4:
+            return self.text(module).text(name).raw(b"\x93").put((module, name))
+        return self.raw(f"c{module}\n{name}\n".encode()).put((module, name))
 
     def number(self, value: int) -> _Pickle:
         if value < 1 << 8:
@@ -123,10 +139,23 @@ class _Pickle:
         return self.raw({1: b"\x85", 2: b"\x86", 3: b"\x87"}.get(len(values), b"t")).put()
 
     def size(self, values: tuple[int, ...]) -> _Pickle:
-        """A torch.Size."""
-        if self.get(("torch.Size", values)):
-            return self
-        return self.name("torch", "Size").numbers(values).raw(b"\x85R").put(("torch.Size", values))
+        """A torch.Size, a new object each time, as torch has them."""
+        return self.name("torch", "Size").numbers(values).raw(b"\x85").put().raw(b"R").put()
+
+    def new(self, module: str, name: str) -> _Pickle:
+        """An instance, and the beginning of its state; `raw(b"ub")` ends it."""
+        return self.name(module, name).raw(b")\x81").put().raw(b"}").put().raw(b"(")
+
+    def entries(self, items: Iterable[T], write: Callable[[T], object]) -> _Pickle:
+        """A dict of items, each written as key and value, in batches as picklers make them."""
+        self.raw(b"}").put()
+        rows = list(items)
+        for first in range(0, len(rows), BATCH):
+            self.raw(b"(")
+            for row in rows[first : first + BATCH]:
+                write(row)
+            self.raw(b"u")
+        return self
 
 
 def tensor_pickle(dtype: str, shape: tuple[int, ...]) -> bytes:
@@ -229,42 +258,47 @@ def metadata_bytes(
     No save path and no save id are recorded (torch accepts that), so that equal checkpoints are equal files.
     """
     keys = {name: ".".join((*wrapper, name)) for name in tensors}
-    p = _Pickle()
-    p.name(METADATA, "Metadata").raw(b")\x81}(").text("state_dict_metadata").raw(b"}(")
-    for name, (dtype, shape) in tensors.items():
-        p.text(keys[name]).name(METADATA, "TensorStorageMetadata").raw(b")\x81}(")
-        p.text("properties")
+    p = _Pickle(4)
+
+    def tensor(name: str) -> None:
+        dtype, shape = tensors[name]
+        p.text(keys[name]).new(METADATA, "TensorStorageMetadata").text("properties")
         _properties(p, dtype)
-        p.text("size").size(torch_shape(name, dtype, shape)).text("chunks").raw(b"](")
+        p.text("size").size(torch_shape(name, dtype, shape)).text("chunks").raw(b"]").put()
+        several = len(placed[name]) > 1
+        p.raw(b"(" if several else b"")
         for box, *_ in placed[name]:
-            p.name(METADATA, "ChunkStorageMetadata").raw(b")\x81}(")
+            p.new(METADATA, "ChunkStorageMetadata")
             p.text("offsets").size(box.start).text("sizes").size(box.shape).raw(b"ub")
-        p.raw(b"eub")
-    p.raw(b"u").text("planner_data").raw(b"}(")
-    for name, key in keys.items():
-        p.text(key).raw(b"(")
+        p.raw(b"eub" if several else b"aub")
+
+    def path(name: str) -> None:
+        p.text(keys[name]).raw(b"(" if len(wrapper) > 2 else b"")
         for part in (*wrapper, name):
             p.text(part)
-        p.raw(b"t")
-    p.raw(b"u").text("storage_data").raw(b"}(")
-    for name, key in keys.items():
-        for index, (box, file, offset, size) in enumerate(placed[name]):
-            p.name(METADATA, "MetadataIndex").raw(b")\x81}(").text("fqn").text(key)
-            p.text("index").number(index).text("offset").size(box.start).raw(b"ub")
-            p.name("torch.distributed.checkpoint.filesystem", "_StorageInfo").raw(b")\x81}(")
-            p.text("relative_path").text(file).text("offset").number(offset).text("length").number(size).raw(b"ub")
-    p.raw(b"u").text("storage_meta").raw(b"N").text("version").text(VERSION).raw(b"ub.")
+        p.raw((b"\x85", b"\x86", b"\x87")[len(wrapper)] if len(wrapper) < 3 else b"t").put()
+
+    def storage(row: tuple[str, int, Placed]) -> None:
+        name, index, (box, file, offset, size) = row
+        p.new(METADATA, "MetadataIndex").text("fqn").text(keys[name])
+        p.text("index").number(index).text("offset").size(box.start).raw(b"ub")
+        p.new("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+        p.text("relative_path").text(file).text("offset").number(offset).text("length").number(size).raw(b"ub")
+
+    p.new(METADATA, "Metadata").text("state_dict_metadata").entries(tensors, tensor)
+    p.text("planner_data").entries(tensors, path)
+    rows = ((name, index, place) for name in tensors for index, place in enumerate(placed[name]))
+    p.text("storage_data").entries(rows, storage)
+    p.text("storage_meta").raw(b"N").text("version").text(VERSION).raw(b"ub.")
     return bytes(p.out)
 
 
 def _properties(p: _Pickle, dtype: str) -> None:
     """TensorProperties: only the dtype says anything; the rest is what torch writes for every plain tensor."""
-    if p.get(("properties", dtype)):
-        return
-    p.name(METADATA, "TensorProperties").raw(b")\x81(").name("torch", DTYPES[dtype].torch)
+    p.name(METADATA, "TensorProperties").raw(b")\x81").put().raw(b"(").name("torch", DTYPES[dtype].torch)
     if not p.get(STRIDED):
-        p.name("torch.serialization", "_get_layout").text("torch.strided").raw(b"\x85R").put(STRIDED)
+        p.name("torch.serialization", "_get_layout").text("torch.strided").raw(b"\x85").put().raw(b"R").put(STRIDED)
     p.raw(b"\x89")
     if not p.get(CONTIGUOUS):
-        p.name(METADATA, "_MEM_FORMAT_ENCODING").number(0).raw(b"\x85R").put(CONTIGUOUS)
-    p.raw(b"\x89tb").put(("properties", dtype))
+        p.name(METADATA, "_MEM_FORMAT_ENCODING").number(0).raw(b"\x85").put().raw(b"R").put(CONTIGUOUS)
+    p.raw(b"\x89t").put().raw(b"b")

@@ -5,25 +5,30 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import Damaged, Refused
+from reshard.errors import Damaged, Refused, ReshardError
 
 # A step directory of any trainer; the last number is the step.
-STEP = re.compile(r"^(?:checkpoint|global_step|step|iter|epoch_\d+_step)[-_]?(\d+)$")
+STEP = re.compile(r"(?:checkpoint|global_step|step|iter|epoch_\d+_step)[-_]?(\d+)")
+# A step that holds one of these, not empty, is complete: each is written last.
 MARKERS = (".metadata", "model.safetensors", "model.safetensors.index.json")
+WEIGHTS = (".safetensors", ".distcp", ".metadata")
+ADAPTER_REMEDY = "merge the adapter into the model in the trainer and save again, or export it as a PEFT adapter"
+MAX_CONFIG = 64 << 20
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """checkpoints: folder of the run that holds the steps; step: prefix of a step's folder; inner: folder inside it.
+    """One trainer's run directory.
 
-    resolved: files of the run that hold its resolved configuration. model, tokenizer: dotted keys in it that name a model
-    directory or Hub id. lora: dotted keys that are set when the run trains an adapter.
+    checkpoints: folder of the run that holds the steps; step: prefix of a step's folder; inner: folder inside it.
+    resolved: files of the run that hold its resolved configuration, the first present counts. model, tokenizer: dotted
+    keys in it that name a model directory or Hub id. lora: dotted keys that are set when the run trains an adapter.
     """
 
     name: str
@@ -48,21 +53,42 @@ class RunPaths:
     why: str = ""
 
 
+def parse_trainer(text: str, where: str) -> Trainer:
+    """A trainer from TOML. Raises ReshardError naming the file and the field."""
+    try:
+        row = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ReshardError("trainer", where, f"is not TOML ({error})") from error
+    known = {field.name: str(field.type) for field in fields(Trainer)}
+    if set(row) != set(known):
+        odd = sorted(set(row) ^ set(known))[0]
+        raise ReshardError("trainer", where, f"{'lacks the' if odd in known else 'has the unknown'} field {odd!r}")
+    values: dict[str, Any] = {}
+    for key, value in row.items():
+        texts = value if isinstance(value, list) else [value]
+        if isinstance(value, list) != known[key].startswith("tuple") or not all(isinstance(text, str) for text in texts):
+            raise ReshardError("trainer", where, f"has {key} = {value!r}, which must be {known[key]}")
+        values[key] = tuple(value) if isinstance(value, list) else value
+    return Trainer(**values)
+
+
 @cache
 def all_trainers() -> tuple[Trainer, ...]:
-    found = []
-    for entry in sorted(files(__package__).iterdir(), key=lambda entry: entry.name):
-        if entry.name.endswith(".toml"):
-            row: dict[str, Any] = tomllib.loads(entry.read_text(encoding="utf-8"))
-            found.append(Trainer(**{key: tuple(v) if isinstance(v, list) else v for key, v in row.items()}))
-    return tuple(found)
+    """Every trainer that ships, by name."""
+    found = [
+        parse_trainer(entry.read_text(encoding="utf-8"), entry.name)
+        for entry in files("reshard.trainers").iterdir()
+        if entry.name.endswith(".toml")
+    ]
+    return tuple(sorted(found, key=lambda trainer: trainer.name))
 
 
 def resolve_run(path: Path) -> RunPaths | None:
     """The checkpoint that `path` stands for, when it is (part of) a run directory; None when it is a plain checkpoint.
 
-    Accepts a run (its newest complete step is taken), a step, or the folder inside a step. Raises Refused when the run
-    trains an adapter, Damaged when its configuration cannot be read.
+    Accepts a run (its newest complete step is taken, by number), the folder of its steps, a step, or the folder inside a
+    step. Raises Refused when the run trains an adapter, Damaged when its configuration cannot be read or no step is
+    complete.
     """
     if not path.is_dir():
         return None
@@ -74,42 +100,46 @@ def resolve_run(path: Path) -> RunPaths | None:
     if _is_checkpoint(path):
         return None
     newest, skipped = _newest(path, "", "")
-    if newest is None:
-        return None
-    return RunPaths(str(newest), str(newest), why=_why(newest, skipped))
+    if newest is not None:
+        return RunPaths(str(newest), str(newest), why=_why(newest, skipped))
+    if skipped and not any((path / name / trainer.inner).is_dir() for name in skipped for trainer in all_trainers()):
+        return None  # steps of a kind that the layouts may know better
+    _refuse_incomplete(path, skipped)
+    return None
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return any((path / marker).exists() for marker in MARKERS) or any(
-        p.suffix in (".safetensors", ".distcp") for p in path.iterdir()
-    )
+    return any(entry.suffix in WEIGHTS or entry.name in MARKERS for entry in path.iterdir())
+
+
+def _is_step(path: Path, trainer: Trainer) -> bool:
+    return path.name.startswith(trainer.step) and STEP.fullmatch(path.name) is not None
 
 
 def _of_trainer(path: Path, trainer: Trainer) -> RunPaths | None:
     why = ""
-    if trainer.inner and path.name == trainer.inner and path.parent.name.startswith(trainer.step):
-        step, inner = path.parent, path
-    elif path.name.startswith(trainer.step) and (path / trainer.inner).is_dir():
-        step, inner = path, path / trainer.inner
-    elif (path / trainer.checkpoints).is_dir():
-        newest, skipped = _newest(path / trainer.checkpoints, trainer.step, trainer.inner)
-        if newest is None:
-            return None
-        step, inner = newest, newest / trainer.inner
-        why = _why(newest, skipped)
+    if path.name == trainer.inner and _is_step(path.parent, trainer):
+        step = path.parent
+    elif _is_step(path, trainer) and (path / trainer.inner).is_dir():
+        step = path
     else:
-        return None
+        steps = path if path.name == trainer.checkpoints else path / trainer.checkpoints
+        if not steps.is_dir():
+            return None
+        newest, skipped = _newest(steps, trainer.step, trainer.inner)
+        if newest is None:
+            _refuse_incomplete(steps, [name for name in skipped if (steps / name / trainer.inner).is_dir()])
+            return None
+        step, why = newest, _why(newest, skipped)
+    inner = step / trainer.inner
     run = step.parent.parent if step.parent.name == trainer.checkpoints else None
     resolved = next((run / name for name in trainer.resolved if (run / name).is_file()), None) if run else None
     if run is None or resolved is None:
         return RunPaths(str(inner), str(step), why=why)
     config = _read(resolved)
     for key in trainer.lora:
-        if _get(config, key):
-            raise Refused(
-                "adapter", str(resolved), f"says that the run trains an adapter ({key})",
-                "merge the adapter into the model in the trainer and save again, or save it as a PEFT adapter",
-            )  # fmt: skip
+        if _get(config, key) not in (None, False):
+            raise Refused("adapter", str(resolved), f"says that the run trains an adapter ({key})", ADAPTER_REMEDY)
     reason = f"{trainer.name}: configuration in {resolved.relative_to(run)}"
     return RunPaths(
         str(inner),
@@ -125,14 +155,13 @@ def _newest(directory: Path, prefix: str, inner: str) -> tuple[Path | None, list
     """(the step with the highest number that is complete, names of newer ones that are not)."""
     steps = []
     for path in directory.iterdir():
-        match = STEP.match(path.name)
+        match = STEP.fullmatch(path.name)
         if match and path.is_dir() and path.name.startswith(prefix):
-            steps.append((int(match[1]), path))
-    skipped = []
-    for _, path in sorted(steps, reverse=True):
+            steps.append((int(match[1]), path.name, path))
+    skipped: list[str] = []
+    for _, _, path in sorted(steps, reverse=True):
         place = path / inner if inner else path
-        marker = next((place / name for name in MARKERS if (place / name).exists()), None)
-        if marker is not None and marker.stat().st_size > 0:
+        if any((place / name).is_file() and (place / name).stat().st_size > 0 for name in MARKERS):
             return path, skipped
         skipped.append(path.name)
     return None, skipped
@@ -143,8 +172,15 @@ def _why(newest: Path, skipped: list[str]) -> str:
     return f"{text} ({', '.join(skipped)} incomplete)" if skipped else text
 
 
+def _refuse_incomplete(directory: Path, skipped: list[str]) -> None:
+    if skipped:
+        raise Damaged("incomplete", str(directory), f"holds no complete step ({', '.join(skipped)} incomplete)")
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
+        if path.stat().st_size > MAX_CONFIG:
+            raise Damaged("config", str(path), "is too large for a configuration")
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise Damaged("config", str(path), "is not readable JSON") from error
@@ -164,7 +200,7 @@ def _directories(config: dict[str, Any], keys: tuple[str, ...], run: Path) -> li
     found = []
     for key in keys:
         name = _get(config, key)
-        if isinstance(name, str) and name:
+        if isinstance(name, str) and name and "\0" not in name:
             candidates = [run / name, Path(name)]
             place = next((p for p in candidates if p.is_dir()), None) or _cached(name)
             if place is not None:
@@ -177,6 +213,10 @@ def _cached(name: str) -> Path | None:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return None
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    found = try_to_load_from_cache(name, "config.json")
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
     return Path(found).parent if isinstance(found, str) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from reshard.families.renaming import to_hub
 from reshard.tensors.dtypes import is_float
 
 if TYPE_CHECKING:
@@ -44,7 +45,14 @@ def target_dtypes(
     pins = re.compile("|".join(f"(?:{pin})" for pin in family.fp32_pins)) if family and family.fp32_pins else None
     found = {}
     for name, tensor in tensors.items():
-        kept = not is_float(tensor.dtype) or (pins is not None and pins.search(name) is not None)
+        kept = not is_float(tensor.dtype) or (pins is not None and _pinned(name, pins, family))
         kept = kept or (norms == "float32" and tensor.dtype == "F32" and is_norm(name, tensor.shape, family))
         found[name] = tensor.dtype if kept else wanted
     return found
+
+
+def _pinned(name: str, pins: re.Pattern[str], family: Family | None) -> bool:
+    """Pins speak of the Hub's names; under `--experts keep` a tensor still has its trainer's."""
+    rows = family.renames if family else ()
+    names = [name, *filter(None, (to_hub(row, name) for row in rows))]
+    return any(pins.search(other) is not None for other in names)

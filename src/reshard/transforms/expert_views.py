@@ -1,9 +1,9 @@
 """Expert tensors cut and joined as views: byte ranges rearranged, nothing read.
 
-Every layout is read through one canonical form: gate and up `[I, H]`, down `[H, I]` ([out, in], as a Linear stores them),
-biases `[out]`; for one expert, or with a leading axis of all experts. A layout's table says how to cut that out of what is
-stored and how to join it again, so both directions come from the same lines. A matrix is transposed at most once, and where
-both layouts stack all experts on an axis, no view of a single expert is made.
+Every layout is read through one canonical form: gate and up `[I, H]`, down `[H, I]` ([out, in], as a Linear stores
+them), biases `[out]`; for one expert, or with a leading axis of all experts. A layout's table says how to cut that out
+of what is stored and how to join it again, so both directions come from the same lines. A matrix is transposed at most
+once, and where both layouts stack all experts on an axis, no view of a single expert is made.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Part(NamedTuple):
 
 
 class Source(NamedTuple):
-    """The stored experts of one decoder layer. members: key -> name; count: number of experts."""
+    """The stored experts of one decoder layer. members: key -> name; total: number of experts."""
 
     layout: ExpertLayout
     members: Mapping[Key, str]
     tensors: Mapping[str, LazyTensor]
-    count: int
+    total: int
 
 
 def rearrange(source: Source, wanted: ExpertLayout) -> dict[str, LazyTensor]:
@@ -42,13 +42,13 @@ def rearrange(source: Source, wanted: ExpertLayout) -> dict[str, LazyTensor]:
     made: dict[str, LazyTensor] = {}
     for row in wanted.tensors:
         if row.per_expert:
-            for expert in range(source.count):
+            for expert in range(source.total):
                 made[row.name.replace("{e}", str(expert))] = _one(source, row, expert)
         elif row.experts == "stack" and all(_stacked(source, role) for role in row.holds):
             made[row.name] = _join(row, [_cut_bank(source, role) for role in row.holds], 1)
         else:
-            ones = [_one(source, row, expert) for expert in range(source.count)]
-            made[row.name] = _agreeing(row, ones, lambda parts: stack(parts) if row.experts == "stack" else concat(parts))
+            ones = [_one(source, row, expert) for expert in range(source.total)]
+            made[row.name] = _agreeing(row, ones, stack if row.experts == "stack" else concat)
     return made
 
 
@@ -79,7 +79,7 @@ def _one(source: Source, wanted: ExpertTensor, expert: int) -> LazyTensor:
             if row.experts == "stack":
                 tensor = select(tensor, expert)
             else:
-                size = tensor.shape[0] // source.count
+                size = tensor.shape[0] // source.total
                 tensor = narrow(tensor, 0, expert * size, (expert + 1) * size)
         parts.append(Part(_cut(tensor, row, role, 0, name), row.orientation))
     return _join(wanted, parts, 0)
@@ -95,7 +95,8 @@ def _cut(tensor: LazyTensor, row: ExpertTensor, role: str, lead: int, name: str)
     if turns == 1:
         return tensor
     if tensor.shape[axis] % turns:
-        raise Damaged("experts", name, f"is {list(tensor.shape)}, which does not hold {turns} equal parts on axis {axis}")
+        detail = f"is {list(tensor.shape)}, which does not hold {turns} equal parts on axis {axis}"
+        raise Damaged("experts", name, detail)
     if row.join == "interleave":
         return narrow(tensor, axis, index, tensor.shape[axis], turns)
     size = tensor.shape[axis] // turns

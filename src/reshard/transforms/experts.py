@@ -1,8 +1,8 @@
 """Routed experts from any layout of a family to any other.
 
-A layer's layout is found from the set of its names, layer by layer (a multi-token-prediction layer may be stored otherwise
-than the rest), and checked: complete, and in the number that the config says. What already lies as wanted passes through
-untouched. `expert_views` rearranges the rest.
+A layer's layout is found from the set of its names, layer by layer (a multi-token-prediction layer may be stored
+otherwise than the rest), and checked: complete, and in the number that the config says. What already lies as wanted
+passes through untouched. `expert_views` rearranges the rest.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import Damaged, Refused, ReshardError
+from reshard.errors import Damaged, Refused
 from reshard.families import ExpertLayout, ExpertTensor, Family, config_int, sparse_layers
 from reshard.tensors.dtypes import DTYPES
 from reshard.transforms.expert_views import Key, Source, rearrange
@@ -40,9 +40,9 @@ def convert_experts(
 ) -> tuple[dict[str, LazyTensor], list[str]]:
     """(tensors under their target names, experts laid out as `target`; notes).
 
-    target: "hub" (names and layout of Hub releases), "fused" (transformers' modules), "per-expert" (or any other layout of
-    the family, under the Hub's names) or "keep" (nothing changes). source_hint: name of the layout that the experts are
-    in, where two layouts share their names. training: whether the tensors come from a training checkpoint.
+    target: "hub" (names and layout of Hub releases), "fused" (transformers' modules), "per-expert" (or any other layout
+    of the family, under the Hub's names) or "keep" (nothing changes). source_hint: name of the layout that the experts
+    are in, where two layouts share their names. training: whether the tensors come from a training checkpoint.
 
     Raises Refused (ambiguous, no such layout, tensors that cannot be parted, two names become one) or Damaged (experts
     missing, wrong counts or shapes).
@@ -92,8 +92,8 @@ def convert_experts(
 def _made(stem: str, source: Source, wanted: ExpertLayout) -> dict[str, LazyTensor]:
     try:
         return {stem + name: tensor for name, tensor in rearrange(source, wanted).items()}
-    except ReshardError as error:
-        raise type(error)(error.kind, error.where if "." in error.where and error.where.startswith(stem) else stem + error.where, error.detail, error.remedy) from error
+    except Refused as error:
+        raise Refused(error.kind, stem + error.where, error.detail, error.remedy) from error
 
 
 def _below(key: Key) -> str:
@@ -102,7 +102,8 @@ def _below(key: Key) -> str:
 
 def _unknown(tensors: Mapping[str, LazyTensor], target: str, training: bool) -> tuple[dict[str, LazyTensor], list[str]]:
     if target != "hub":
-        raise Refused("family", "", f"experts cannot be made {target} without family data", "`reshard families` lists them")
+        detail = f"experts cannot be made {target} without family data"
+        raise Refused("family", "", detail, "`reshard families` lists the families that reshard knows")
     if training:
         for name, tensor in tensors.items():
             if len(tensor.shape) >= 3 and UNKNOWN_EXPERTS.search(name):
@@ -192,7 +193,8 @@ def recognise(
         fitting = [layout for layout in layouts if present < known[layout.name]]
         if not fitting:
             some = ", ".join(sorted(name.removeprefix(block) for name in names.values())[:4])
-            raise Refused("experts", f"{block}*", f"mixes expert layouts in one layer ({some}, ...)", "--drop what is stale")
+            detail = f"mixes expert layouts in one layer ({some}, ...)"
+            raise Refused("experts", f"{block}*", detail, "--drop what is stale")
         lacking = sorted(known[fitting[0].name] - present)
         raise Damaged("experts", block + lacking[0].replace("{e}", "0"), "is missing beside the other expert tensors")
     if len(complete) > 1:
@@ -211,19 +213,22 @@ def _tell_apart(
 ) -> ExpertLayout:
     """Layouts with the same names: a declaration decides, which shapes must not contradict. Without one, the dimensions
     that the config gives must exclude all layouts but one."""
+    stored = {key: tensors[name].shape for key, name in names.items()}
     possible = [
         layout
         for layout in layouts
         if all(
-            expected_shape(row, family, config, tensors[names[row.name, None]].shape[:1]) == tensors[names[row.name, None]].shape
+            expected_shape(row, family, config, shape[:1]) == shape
             for row in layout.tensors
-            if not row.per_expert
+            for (template, _), shape in stored.items()
+            if template == row.name
         )
     ]
     declared = next((layout for layout in layouts if layout.name == hint), None)
     if declared is not None:
         if possible and declared not in possible:
-            raise Refused("experts", f"{block}*", f"is said to be in the layout {hint!r}, but its shapes are those of {possible[0].name!r}")
+            detail = f"is said to be in the layout {hint!r}, but its shapes are those of {possible[0].name!r}"
+            raise Refused("experts", f"{block}*", detail)
         return declared
     if len(possible) != 1:
         either = " or ".join(repr(layout.name) for layout in layouts)
@@ -237,8 +242,8 @@ def _tell_apart(
 def expected_shape(
     row: ExpertTensor, family: Family, config: Mapping[str, Any] | None, lead: tuple[int, ...] = ()
 ) -> tuple[int | None, ...]:
-    """The shape of a stored tensor by the config's dimensions, None for a length that cannot be told. lead: the length of
-    the leading axis of all experts, where there is one."""
+    """The shape of a stored tensor by the config's dimensions, None for a length that cannot be told. lead: the length
+    of the leading axis of all experts, where there is one."""
     assert family.experts is not None
     hidden, width = config_int(config, family.experts.hidden), config_int(config, family.experts.intermediate)
     out, into = (hidden, width) if row.holds[0].startswith("down") else (width, hidden)
@@ -262,34 +267,45 @@ def _check_count(
 ) -> int:
     """The number of experts: each of 0..E-1 has every tensor, and E is the config's where there is one."""
     assert family.experts is not None
-    expected = config_int(config, family.experts.count)
-    count = expected
-    if count is None:
-        first = layout.tensors[0]
-        numbers = [e for _, e in names if e is not None]
-        count = max(numbers) + 1 if numbers else 0 if first.experts == "rows" else (tensors[names[first.name, None]].shape or (0,))[0]
+    said = config_int(config, family.experts.count)
+    count = said if said is not None else _count_here(layout, names, tensors)
     here: dict[str, set[int]] = defaultdict(set)
     for template, expert in names:
         if expert is not None:
             here[template].add(expert)
     for row in layout.tensors:
         if row.per_expert:
-            numbers_here = here[row.name]
-            missing = next((e for e in range(count) if e not in numbers_here), None)
-            where = block + row.name.replace("{e}", str(max(numbers_here) if missing is None else missing))
-            if missing is not None:
-                raise Damaged("experts", where, f"is missing: the model has {count} experts, {len(numbers_here)} are here")
-            if len(numbers_here) > count:
-                raise Damaged("experts", where, f"is one too many: the config says {count} experts", "check the config")
+            _check_numbers(block, row, here[row.name], count)
             continue
         name = names[row.name, None]
-        if row.experts == "rows" and expected is None:
-            raise Refused("experts", name, "cannot be cut without the config's number of experts", "--config-from DIR")
+        if row.experts == "rows" and said is None:
+            remedy = "--config-from DIR names a model directory that has it"
+            raise Refused("experts", name, "cannot be cut without the config's number of experts", remedy)
         rows = (tensors[name].shape or (0,))[0]
-        if count == 0 or (rows % count if row.experts == "rows" else rows != count):
-            said = "the config says" if expected is not None else "another tensor of the layer has"
-            raise Damaged("experts", name, f"has {rows} rows of experts where {said} {count} experts", "check the config")
+        if count <= 0 or (rows % count if row.experts == "rows" else rows != count):
+            who = "the config says" if said is not None else "another tensor of the layer has"
+            detail = f"has {rows} rows of experts where {who} {count} experts"
+            raise Damaged("experts", name, detail, "check the config")
     return count
+
+
+def _count_here(layout: ExpertLayout, names: Mapping[Key, str], tensors: Mapping[str, LazyTensor]) -> int:
+    """The number of experts by what is stored; 0 where rows of unknown number hold them."""
+    numbers = [expert for _, expert in names if expert is not None]
+    if numbers:
+        return max(numbers) + 1
+    stacked = next((row for row in layout.tensors if row.experts == "stack"), None)
+    return (tensors[names[stacked.name, None]].shape or (0,))[0] if stacked is not None else 0
+
+
+def _check_numbers(block: str, row: ExpertTensor, here: set[int], count: int) -> None:
+    missing = next((expert for expert in range(count) if expert not in here), None)
+    if missing is not None:
+        where = block + row.name.replace("{e}", str(missing))
+        raise Damaged("experts", where, f"is missing: the model has {count} experts, {len(here)} are here")
+    if len(here) > count:
+        where = block + row.name.replace("{e}", str(max(here)))
+        raise Damaged("experts", where, f"is one too many: the config says {count} experts", "check the config")
 
 
 def _check_movable(
@@ -311,7 +327,8 @@ def _check_movable(
         fits = len(shape) == len(tensor.shape) and all(a in (None, b) for a, b in zip(shape, tensor.shape, strict=True))
         if not fits:
             text = ", ".join("?" if n is None else str(n) for n in shape)
-            raise Damaged("experts", name, f"is {list(tensor.shape)} where the config gives [{text}]", "check the config")
+            detail = f"is {list(tensor.shape)} where the config gives [{text}]"
+            raise Damaged("experts", name, detail, "check the config")
 
 
 def _refuse_companions(moved: Iterable[str], tensors: Mapping[str, LazyTensor], expert_names: set[str]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
+from reshard.families import find_family
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -23,11 +25,13 @@ EMBEDDINGS = (
 
 
 def declares_tie(config: Mapping[str, Any] | None) -> bool:
-    """Whether the config ties head and embedding. The outer flag counts where it is present, else the text config's."""
+    """Whether the config ties head and embedding. The outer flag counts where it is present, else the text config's, else
+    what the family means by leaving it out."""
     for level in (config or {}, *((config or {}).get(key) or {} for key in NESTED)):
-        if isinstance(level.get(FLAG), bool):
+        if isinstance(level, dict) and isinstance(level.get(FLAG), bool):
             return bool(level[FLAG])
-    return False
+    family = find_family(config)
+    return family is not None and family.tied_by_default
 
 
 def find_tie(
@@ -36,7 +40,7 @@ def find_tie(
     """(tensors, the pair (head, embedding) whose bytes decide, notes).
 
     No pair where the config ties nothing or only one of the two is stored. A lone head of a tied model is written under
-    the embedding's name, which is where every reader looks for it.
+    the embedding's name, which is where every reader looks for it; of an unknown family it is left as it is, and said.
     """
     found = dict(tensors)
     if not declares_tie(config):
@@ -45,12 +49,12 @@ def find_tie(
     embeddings = (family.embedding, *EMBEDDINGS) if family else EMBEDDINGS
     head = next((name for name in heads if name in found), None)
     embedding = next((name for name in embeddings if name in found), None)
-    if head is not None and embedding is not None:
-        return found, (head, embedding), []
-    if head is not None and family is not None:
-        found = {family.embedding if name == head else name: tensor for name, tensor in found.items()}
-        return found, None, [f"{head} is the only copy of a tied matrix and is written as {family.embedding}"]
-    return found, None, []
+    if head is None or embedding is not None:
+        return found, (head, embedding) if head is not None and embedding is not None else None, []
+    if family is None:
+        return found, None, [f"the config ties {head} to an embedding, which is not in the checkpoint"]
+    found = {family.embedding if name == head else name: tensor for name, tensor in found.items()}
+    return found, None, [f"{head} is the only copy of a tied matrix and is written as {family.embedding}"]
 
 
 def untie(config: Mapping[str, Any]) -> dict[str, Any]:
