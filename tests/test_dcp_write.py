@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import random
@@ -15,6 +16,10 @@ from pathlib import Path
 import pytest
 
 from reshard.engine.content import Content, Literal
+from reshard.engine.execute import RunOptions, execute
+from reshard.engine.hashes import tensor_digest
+from reshard.engine.plan import Plan
+from reshard.engine.ranks import Ranks
 from reshard.errors import Refused, UsageError
 from reshard.layouts.dcp_bytes import item_bytes, tensor_pickle, torch_shape
 from reshard.layouts.dcp_write import chunk_contents, cut, plan_dcp, split_boxes
@@ -65,7 +70,7 @@ def write(out: Path, tensors: dict[str, torch.Tensor], **options: object) -> Pat
     files, texts = plan_dcp(contents, shapes, crcs=crcs, **options)
     for file in files:
         with open(out / file.name, "wb") as stream:
-            for offset, content, _ in file.parts:
+            for offset, content, *_ in file.parts:
                 assert stream.tell() == offset
                 stream.write(read(content))
         assert os.path.getsize(out / file.name) == file.nbytes
@@ -236,8 +241,19 @@ def test_whole_tensors_are_recorded_under_their_names() -> None:
     crcs = dict.fromkeys(chunk_contents(contents, shapes, chunk_bytes=400), 0)
     assert list(crcs) == ["small[0]", "large[0]", "large[1]", "large[2]", "empty[0]"]
     (file,), _ = plan_dcp(contents, shapes, crcs=crcs, chunk_bytes=400)
-    assert [part.tensor for part in file.parts if part.tensor is not None] == ["small", "empty"]
+    assert [part.tensor for part in file.parts if part.tensor is not None] == ["small", *["large"] * 3, "empty"]
     assert [part.content.nbytes for part in file.parts if "bytes" in part.content.recipe()] == [400, 400, 400]
+
+
+def test_a_tensor_in_several_items_has_one_hash(tmp_path) -> None:
+    """The digest of a tensor does not depend on how it is cut or placed."""
+    values = make("F32", (100_003,))
+    contents, shapes = describe({"large": values, "small": make("F32", (4,))})
+    crcs = dict.fromkeys(chunk_contents(contents, shapes, chunk_bytes=70_000), 0)
+    files, texts = plan_dcp(contents, shapes, crcs=crcs, chunk_bytes=70_000)
+    execute(Plan(files, texts), tmp_path / "out", RunOptions(workers=2), Ranks())
+    manifest = json.loads((tmp_path / "out" / "reshard.json").read_text())
+    assert manifest["tensors"]["large"] == tensor_digest(values.numpy().tobytes())
 
 
 def test_same_bytes_in_every_process(tmp_path) -> None:

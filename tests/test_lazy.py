@@ -152,3 +152,19 @@ def test_exact_tilings_have_no_gap() -> None:
     pinwheel = [Box((0, 0), (2, 1)), Box((0, 1), (1, 2)), Box((1, 2), (2, 1)), Box((2, 0), (1, 2)), Box((1, 1), (1, 1))]
     assert find_gap(pinwheel, (3, 3)) is None
     assert find_gap(pinwheel[:-1], (3, 3)) is not None
+
+
+def test_loaded_chunks_are_bounded_over_all_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many tensors of many chunks: those read longest ago forget theirs, and load them again when asked."""
+    monkeypatch.setattr(lazy, "MAX_CHUNKS", 25)
+    (tmp_path / "d").write_bytes(bytes(range(20)))
+    loads = []
+
+    def load(number: int) -> list[Chunk]:
+        loads.append(number)
+        return [Chunk(Box((i,), (1,)), str(tmp_path / "d"), i) for i in range(10)]
+
+    tensors = [Chunked("U8", (10,), lambda number=n: load(number)) for n in range(4)]
+    for tensor in (*tensors, tensors[3], tensors[0]):
+        assert tensor.tobytes() == bytes(range(10))
+    assert loads == [0, 1, 2, 3, 0]

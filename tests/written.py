@@ -28,7 +28,9 @@ def write_hf(
     """A directory of one file, or of several with an index; config None leaves config.json away."""
     home.mkdir(parents=True, exist_ok=True)
     count = len(files)
-    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else ["model.safetensors"]
+    names = (
+        [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else ["model.safetensors"]
+    )
     for name, tensors in zip(names, files, strict=True):
         save_file(dict(tensors), home / name, metadata={"format": "pt"})
     if count > 1:

@@ -18,7 +18,7 @@ from reshard.errors import Damaged, Refused, ReshardError, UsageError
 
 if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint
-    from reshard.opening import open_checkpoint as open  # noqa: A004 - reshard.open, as json.load
+    from reshard.opening import open_checkpoint as open
     from reshard.verbs.convert import ConvertPlan, convert, plan_convert
     from reshard.verbs.diff import diff
     from reshard.verbs.inspect import inspect

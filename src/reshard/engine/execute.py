@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 class RunOptions:
     """How to run a plan; none of it changes the bytes.
 
-    max_memory: bytes that each process may use for the run, or hold in all when `whole_process` (a command's own process)
+    max_memory: bytes that each process may use for the run, or hold in all when `whole_process` (a command's)
     """
 
     workers: int | None = None

@@ -21,11 +21,17 @@ MANIFEST = "reshard.json"
 
 
 class Part(NamedTuple):
-    """A content at its offset in an output file. `tensor` is the name under which its hash is recorded, or None."""
+    """A content at its offset in an output file.
+
+    tensor: the name under which its hash is recorded, or None
+    whole:  the content of the whole tensor, where this part is the stretch of it that begins at byte `at`
+    """
 
     offset: int
     content: Content
     tensor: str | None
+    whole: Content | None = None
+    at: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +115,7 @@ class Plan:
         sha = hashlib.sha256(f"reshard {__version__}\n".encode())
         for file in self.files:
             sha.update(f"file {json.dumps(file.name)} {file.nbytes} {'whole' if file.source else ''}\n".encode())
-            for offset, content, tensor in file.parts:
+            for offset, content, tensor, *_ in file.parts:
                 sha.update(f"{offset} {content.nbytes} {content.recipe()} {json.dumps(tensor)}\n".encode())
                 if tensor is None and content.nbytes <= SEGMENT_BYTES and content.recipe() == "literal":
                     sha.update(content.data)  # type: ignore[attr-defined]

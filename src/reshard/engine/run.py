@@ -191,24 +191,24 @@ def write_segment(
             raise Stopped
         end = min(begin + len(buffer), segment.end)
         view = memoryview(buffer)[: end - begin]
-        for offset, content, tensor in file.overlapping(begin, end):
+        for offset, content, tensor, whole, at in file.overlapping(begin, end):
             first, last = max(begin, offset), min(end, offset + content.nbytes)
             piece = view[first - begin : last - begin]
             content.fill(first - offset, last - offset, piece, job.files)
             if tensor is None:
                 continue
             if first == max(segment.begin, offset):
-                hasher = TensorHasher(content.nbytes, first - offset)
+                hasher = TensorHasher((whole or content).nbytes, at + first - offset)
             assert hasher is not None
             hasher.update(piece)
             if last == min(segment.end, offset + content.nbytes):
-                total = hasher.finish(partial(_fetch, content, job.files))
+                total = hasher.finish(partial(_fetch, whole or content, job.files))
                 tensors[tensor] = (tensors.get(tensor, 0) + total) % MODULUS
         state.update(view)
-        at = begin
+        position = begin
         while view:
-            count = os.pwrite(fd, view, at)
-            view, at = view[count:], at + count
+            count = os.pwrite(fd, view, position)
+            view, position = view[count:], position + count
         start_writeback(fd, begin, end - begin)
         advance(end - begin)
     return Finished(segment.number, str(state.hexdigest()), tensors)

@@ -1,8 +1,8 @@
 """The staging directory beside the output, and its atomic exchange with the output.
 
 `<parent>/.<name>.reshard-staging/` holds `data/` (what becomes OUT), `journal/` (what is finished), `plan.json` (of
-which plan and which sources), and during an exchange without kernel support `displaced/` (the OUT being replaced). It is
-locked by the process that writes it.
+which plan and which sources), and during an exchange without kernel support `displaced/` (the OUT being replaced). It
+is locked by the process that writes it.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ def text_levels(config: Mapping[str, Any] | None) -> tuple[Mapping[str, Any], ..
 
 
 def config_value(config: Mapping[str, Any] | None, keys: Sequence[str]) -> Any:
-    """The value of the first of `keys` that is present: all keys in the text config, then in the outer one. Dots go into
-    nested tables. None where there is none."""
+    """The value of the first of `keys` that is present: all keys in the text config, then in the outer one. Dots go
+    into nested tables. None where there is none."""
     for level in text_levels(config):
         for key in keys:
             value: Any = level

@@ -194,7 +194,7 @@ def all_families() -> tuple[Family, ...]:
 
 
 def find_family(config: Mapping[str, Any] | None) -> Family | None:
-    """The family of a config, by exact model_type: the outer one's, else the text config's. None where none claims it."""
+    """The family of a config by exact model_type, the outer one's, else the text config's; None if none claims it."""
     for level in reversed(text_levels(config)):
         kind = level.get("model_type")
         for family in all_families():

@@ -44,6 +44,9 @@ class ExpertLayout:
     name: str
     tensors: tuple[ExpertTensor, ...]
 
+    def row(self, name: str) -> ExpertTensor:
+        return next(row for row in self.tensors if row.name == name)
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -67,7 +70,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Rename:
-    """Another writer's name for what the Hub calls `hub`. Applies both ways; routed experts are not renamed but laid out.
+    """Another writer's name for what the Hub calls `hub`. Applies both ways. Routed experts have layouts instead.
 
     source:  who writes that name: "memory" (transformers' modules) or a trainer
     where:   "tail" (the whole end of the name, below the decoder layer), "module" (a run of segments anywhere) or
@@ -109,9 +112,10 @@ class Mtp:
 class SparseLayers:
     """Config keys that say which decoder layers have routed experts.
 
-    first: number of dense layers at the beginning; where a config lacks it, nothing can be told. step: every step-th layer
-    is sparse, counted from 1.
-    dense: list of layers that are dense all the same. kinds: list of "dense" or "sparse", one a layer, which alone decides.
+    first: number of dense layers at the beginning; where a config lacks it, nothing can be told
+    step:  every step-th layer is sparse, counted from 1
+    dense: list of layers that are dense all the same
+    kinds: list of "dense" or "sparse", one a layer; where a config has it, it alone decides
     """
 
     first: str | None = None

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from reshard.families import Family
 
-# Keys that only say how a training run computed: attention kernels, fused or grouped expert kernels, expert communication,
-# load balancing. Readers choose their own, so the keys go.
+# Keys that only say how a training run computed: attention kernels, fused or grouped expert kernels, expert
+# communication, load balancing. Readers choose their own, so the keys go.
 RUN_ONLY = (
     "_attn_implementation",
     "attn_implementation",
@@ -59,7 +59,7 @@ def export_config(
     training: bool,
     has_mtp: bool | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """(config to write, notes). The given config is not changed; the order of keys is kept, and so is every other value.
+    """(config to write, notes). The given config is not changed; the order of keys and all other values are kept.
 
     dtype_written: torch's name of the dtype that most floating bytes are written in; None leaves the field.
     tied: False when head and embedding turned out to differ, so that the flag becomes false wherever it stands.
@@ -110,8 +110,8 @@ def _portable(level: dict[str, Any], stem: str) -> list[str]:
 
 
 def has_mtp_tensors(names: Iterable[str], family: Family | None, config: Mapping[str, Any] | None) -> bool | None:
-    """Whether any multi-token-prediction tensor is there; None where the family has no such layers, or where they cannot be
-    told from others."""
+    """Whether any multi-token-prediction tensor is there; None where the family has no such layers, or where they
+    cannot be told from others."""
     if family is None or family.mtp is None:
         return None
     if family.mtp.prefix is not None:

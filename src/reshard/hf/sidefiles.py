@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 # Weights, foreign exports, optimizer state, logs and staging leftovers.
 NEVER_SUFFIX = frozenset(
     (
-        ".safetensors .bin .pt .pth .gguf .h5 .msgpack .onnx .onnx_data .tflite .ot .mlmodel .distcp .metadata .ckpt .npz "
-        ".pkl .lock .tmp .uncommitted .staged .log"
+        ".safetensors .bin .pt .pth .gguf .h5 .msgpack .onnx .onnx_data .tflite .ot .mlmodel .distcp .metadata .ckpt "
+        ".npz .pkl .lock .tmp .uncommitted .staged .log"
     ).split()
 )
 NEVER_NAME = re.compile(
@@ -47,8 +47,8 @@ MAX_FILES = 10_000
 def find_side_files(dirs: Sequence[str]) -> dict[str, str]:
     """Relative name -> path of everything that travels, from several directories; the first to have a name gives it.
 
-    `config.json` at the top is not among them. Nested folders and model code come from the first directory only. Refused
-    when a file is a link out of its directory (the blobs of a hub cache excepted).
+    `config.json` at the top is not among them. Nested folders and model code come from the first directory only.
+    Refused when a file is a link out of its directory (the blobs of a hub cache excepted).
     """
     found: dict[str, str] = {}
     for number, home in enumerate(map(Path, dirs)):
@@ -108,9 +108,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _check_link(path: Path, home: Path) -> None:
-    real, inside = Path(os.path.realpath(path)), Path(os.path.realpath(home))
-    blobs = inside.parent.parent / "blobs" if inside.parent.name == "snapshots" else None
-    if not real.is_relative_to(inside) and not (blobs is not None and real.is_relative_to(blobs)):
+    if leads_out(path, home):
         raise Refused("unsafe", str(path), "is a link out of the directory", "copy what it points to into it")
 
 
@@ -125,10 +123,10 @@ def _json(path: Path) -> Any:
 
 
 def missing_code(config_path: str) -> list[str]:
-    """Modules that the `auto_map` of a config, tokenizer or processor needs, directly or through relative imports, and that
-    are absent beside it.
+    """Modules that the `auto_map` of a config, tokenizer or processor needs, directly or through relative imports, and
+    that are absent beside it.
 
-    Nothing is imported: sources are parsed. `repo--module.Class` names code of another repository and is not looked for.
+    Nothing is imported: sources are parsed. `repo--module.Class` names code of another repository: not looked for.
     """
     home = Path(config_path).parent
     todo: list[str] = []

@@ -168,7 +168,7 @@ def plan_dcp(
     prefix:         dotted keys around the names: "app.model" makes a checkpoint that loads as {"app": {"model": {...}}}
     max_file_bytes: a new file is begun where an item would pass this; an item is never cut
 
-    A tensor that is one chunk is recorded under its name; of a larger one the parts are stretches without a name.
+    The chunks of a larger tensor are stretches of it, recorded together under its name.
     """
     wrapper = tuple(prefix.removesuffix(".").split(".")) if prefix else ()
     if not all(wrapper):
@@ -190,7 +190,9 @@ def plan_dcp(
             files[-1].append(Part(at, Literal(b"\0" * (start - at)), None))
         placed[name].append(Placed(box, f"__0_{len(files) - 1}.distcp", start, size))
         files[-1].append(Part(start, head, None))
-        files[-1].append(Part(start + head.nbytes, payload, name if entire else None))
+        whole = None if entire else contents[name]
+        begin = payload.start if isinstance(payload, Stretch) else 0
+        files[-1].append(Part(start + head.nbytes, payload, name, whole, begin))
         files[-1].append(Part(start + size - tail.nbytes, tail, None))
         at = start + size
     outputs = tuple(OutputFile(f"__0_{number}.distcp", tuple(parts)) for number, parts in enumerate(files))

@@ -22,6 +22,7 @@ from reshard.layouts.json_files import read_json
 from reshard.tensors.dtypes import nbytes
 from reshard.tensors.header import Header, build_header, read_header, stored_tensors, write_order
 from reshard.tensors.lazy import Stored
+from reshard.tensors.paths import is_plain, leads_out
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -50,7 +51,7 @@ def _model_files(path: Path) -> list[Path]:
     return single or sorted(files)
 
 
-def open(paths: list[Path], options: OpenOptions) -> Checkpoint:  # noqa: A001 - the verb of every layout
+def open(paths: list[Path], options: OpenOptions) -> Checkpoint:  # the verb of every layout
     """Opens one directory or file, or several directories that together hold one checkpoint. Headers only."""
     shards: dict[str, Path] = {}
     index: dict[str, str] = {}
@@ -129,28 +130,19 @@ def _read_index(path: Path) -> dict[str, str]:
     if kind in ("ep_sharded", "reshard_sharded"):
         raise Refused("layout", str(path.parent), f"holds {kind} rank shards, which this version does not merge")
     for key, name in weight_map.items():
-        if not isinstance(name, str) or not _is_plain(name):
+        if not isinstance(name, str) or not is_plain(name):
             raise Refused("unsafe", str(path), f"{key!r} is mapped to {str(name)[:80]!r}, outside the directory")
     return weight_map
-
-
-def _is_plain(name: str) -> bool:
-    """A relative path that stays below its directory and ends in a file."""
-    parts = name.split("/")
-    return bool(name) and "\\" not in name and "\0" not in name and all(part not in ("", ".", "..") for part in parts)
 
 
 def _safe(directory: Path, name: str) -> Path:
     """A file of the directory, by links at most to the blobs of the same hub cache entry."""
     file = directory / name
-    real = Path(os.path.realpath(file))
-    home = Path(os.path.realpath(directory))
-    # hub cache: models--x--y/snapshots/<commit>/file -> ../../blobs/<hash>
-    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
-    inside = real.is_relative_to(home) or (blobs is not None and real.is_relative_to(blobs))
-    if not inside:
-        raise Refused("unsafe", str(file), f"is a link out of the directory, to {real}", "copy the file into it")
-    if real.exists() and not real.is_file():
+    if leads_out(file, directory):
+        raise Refused(
+            "unsafe", str(file), f"is a link out of the directory, to {os.path.realpath(file)}", "copy the file"
+        )
+    if file.exists() and not file.is_file():
         raise Damaged("missing", str(file), "is not a regular file")
     return file
 

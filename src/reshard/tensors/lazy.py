@@ -11,10 +11,13 @@ Sub-byte dtypes are addressed through their bytes: see `storage_shape`.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ReferenceType, ref
 
 from reshard.errors import Refused
 from reshard.tensors.boxes import Box, intersect, whole
@@ -155,6 +158,35 @@ class Chunk(NamedTuple):
     strides: tuple[int, ...] | None = None
 
 
+# Chunk objects kept over all tensors: a model saved by hundreds of ranks has millions, and each is used in one place.
+MAX_CHUNKS = 100_000
+
+
+class _Loaded:
+    """The tensors whose chunks are loaded, those loaded longest ago first."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.total = 0
+        self.order: OrderedDict[ReferenceType[Chunked], int] = OrderedDict()
+
+    def add(self, tensor: Chunked, count: int) -> None:
+        """Notes that a tensor has loaded its chunks, and makes others forget theirs where there are too many."""
+        with self.lock:
+            key = ref(tensor)
+            self.total += count - self.order.pop(key, 0)
+            self.order[key] = count
+            while self.total > MAX_CHUNKS and len(self.order) > 1:
+                oldest, freed = self.order.popitem(last=False)
+                self.total -= freed
+                found = oldest()
+                if found is not None:
+                    found.release()
+
+
+_loaded = _Loaded()
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Chunked(LazyTensor):
     """A tensor cut into boxes that lie in several places: shards of a distributed save.
@@ -171,12 +203,17 @@ class Chunked(LazyTensor):
         return self._sorted()[0]
 
     def _sorted(self) -> tuple[list[Chunk], list[int], int]:
-        if not self._cache:
-            filled = sorted(chunk for chunk in self.load() if chunk.box.numel)
-            first = [chunk.box.start[0] if self.shape else 0 for chunk in filled]
-            longest = max((chunk.box.shape[0] for chunk in filled), default=0) if self.shape else 0
-            self._cache.append((filled, first, longest))
-        found: tuple[list[Chunk], list[int], int] = self._cache[0]
+        try:
+            found: tuple[list[Chunk], list[int], int] = self._cache[0]
+            return found
+        except IndexError:
+            pass
+        filled = sorted(chunk for chunk in self.load() if chunk.box.numel)
+        first = [chunk.box.start[0] if self.shape else 0 for chunk in filled]
+        longest = max((chunk.box.shape[0] for chunk in filled), default=0) if self.shape else 0
+        found = filled, first, longest
+        self._cache.append(found)
+        _loaded.add(self, len(filled))
         return found
 
     def release(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
 from dataclasses import dataclass, fields
@@ -27,8 +28,9 @@ class Trainer:
     """One trainer's run directory.
 
     checkpoints: folder of the run that holds the steps; step: prefix of a step's folder; inner: folder inside it.
-    resolved: files of the run that hold its resolved configuration, the first present counts. model, tokenizer: dotted
-    keys in it that name a model directory or Hub id. lora: dotted keys that are set when the run trains an adapter.
+    resolved: files of the run that hold its resolved configuration, the first present counts. model, tokenizer:
+    dotted keys in it that name a model directory or Hub id. lora: dotted keys that are set when the run trains an
+    adapter.
     """
 
     name: str
@@ -66,7 +68,9 @@ def parse_trainer(text: str, where: str) -> Trainer:
     values: dict[str, Any] = {}
     for key, value in row.items():
         texts = value if isinstance(value, list) else [value]
-        if isinstance(value, list) != known[key].startswith("tuple") or not all(isinstance(text, str) for text in texts):
+        if isinstance(value, list) != known[key].startswith("tuple") or not all(
+            isinstance(text, str) for text in texts
+        ):
             raise ReshardError("trainer", where, f"has {key} = {value!r}, which must be {known[key]}")
         values[key] = tuple(value) if isinstance(value, list) else value
     return Trainer(**values)
@@ -86,8 +90,8 @@ def all_trainers() -> tuple[Trainer, ...]:
 def resolve_run(path: Path) -> RunPaths | None:
     """The checkpoint that `path` stands for, when it is (part of) a run directory; None when it is a plain checkpoint.
 
-    Accepts a run (its newest complete step is taken, by number), the folder of its steps, a step, or the folder inside a
-    step. Raises Refused when the run trains an adapter, Damaged when its configuration cannot be read or no step is
+    Accepts a run (its newest complete step is taken, by number), the folder of its steps, a step, or the folder inside
+    a step. Raises Refused when the run trains an adapter, Damaged when its configuration cannot be read or no step is
     complete.
     """
     if not path.is_dir():
@@ -99,12 +103,12 @@ def resolve_run(path: Path) -> RunPaths | None:
             return found
     if _is_checkpoint(path):
         return None
-    newest, skipped = _newest(path, "", "")
-    if newest is not None:
-        return RunPaths(str(newest), str(newest), why=_why(newest, skipped))
-    if skipped and not any((path / name / trainer.inner).is_dir() for name in skipped for trainer in all_trainers()):
-        return None  # steps of a kind that the layouts may know better
-    _refuse_incomplete(path, skipped)
+    for inner in ("", *(trainer.inner for trainer in all_trainers())):
+        newest, skipped = _newest(path, "", inner)
+        if newest is not None:
+            return RunPaths(str(newest / inner), str(newest), why=_why(newest, skipped))
+        if inner:
+            _refuse_incomplete(path, [name for name in skipped if (path / name / inner).is_dir()])
     return None
 
 
@@ -124,7 +128,7 @@ def _of_trainer(path: Path, trainer: Trainer) -> RunPaths | None:
         step = path
     else:
         steps = path if path.name == trainer.checkpoints else path / trainer.checkpoints
-        if not steps.is_dir():
+        if not steps.is_dir() or _is_checkpoint(path):
             return None
         newest, skipped = _newest(steps, trainer.step, trainer.inner)
         if newest is None:
@@ -202,7 +206,7 @@ def _directories(config: dict[str, Any], keys: tuple[str, ...], run: Path) -> li
         name = _get(config, key)
         if isinstance(name, str) and name and "\0" not in name:
             candidates = [run / name, Path(name)]
-            place = next((p for p in candidates if p.is_dir()), None) or _cached(name)
+            place = next((p for p in candidates if os.path.isdir(p)), None) or _cached(name)
             if place is not None:
                 found.append(str(place))
     return list(dict.fromkeys(found))

@@ -18,7 +18,7 @@ REMEDY = "merge the adapter into the model in the trainer and save again, or exp
 
 
 def refuse_lora(names: Iterable[str]) -> None:
-    """Refused when a name is a LoRA factor or part of a wrapped layer: converting those as weights loses the training."""
+    """Refused when a name is a LoRA factor or part of a wrapped layer: as plain weights they lose the training."""
     found = [name for name in names if ADAPTER.search(name)]
     if found:
         raise Refused("adapter", found[0], f"is part of a LoRA checkpoint ({len(found)} adapter tensors)", REMEDY)

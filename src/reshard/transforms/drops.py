@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def drop(
     tensors: Mapping[str, LazyTensor], patterns: Iterable[str]
 ) -> tuple[dict[str, LazyTensor], tuple[Dropped, ...]]:
-    """(what is left, what goes): `re.search` of each pattern in the name. A pattern that finds nothing is a UsageError."""
+    """(what is left, what goes): `re.search` of each pattern in the name. UsageError for one that finds nothing."""
     left = dict(tensors)
     gone = []
     for text in patterns:

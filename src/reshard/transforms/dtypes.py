@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from reshard.families import Family
     from reshard.tensors.lazy import LazyTensor
 
-# Words of a module's name that say that it is a norm: q_norm, input_layernorm, norm_f, ln_1, DeepSeek's enorm and hnorm.
+# Words of a module's name that say that it is a norm: q_norm, input_layernorm, norm_f, ln_1, DeepSeek's enorm.
 NORM_WORDS = frozenset(
     "norm norms layernorm rmsnorm groupnorm batchnorm instancenorm qnorm knorm enorm hnorm ln".split()
 )
 
 
 def is_norm(name: str, shape: tuple[int, ...], family: Family | None = None) -> bool:
-    """Whether a tensor is a norm's weight or bias: one axis at most, and a whole word of its module's name says so, or a
-    pattern of the family does."""
+    """Whether a tensor is a norm's weight or bias: one axis at most, and a whole word of its module's name says so, or
+    a pattern of the family does."""
     if len(shape) > 1:
         return False
     if family is not None and any(re.search(pattern, name) for pattern in family.norms):
@@ -37,8 +37,9 @@ def target_dtypes(
 ) -> dict[str, str]:
     """The dtype that each tensor is written in.
 
-    wanted: "keep", or a floating dtype that floating tensors of any rank are cast to. Integers, booleans, complex numbers
-    and 8-bit floats pass unchanged, and so does what the family pins. norms="float32" leaves norms stored in fp32 alone.
+    wanted: "keep", or a floating dtype that floating tensors of any rank are cast to. Integers, booleans, complex
+    numbers and 8-bit floats pass unchanged, and so does what the family pins. norms="float32" leaves norms stored in
+    fp32 alone.
     """
     if wanted == "keep":
         return {name: tensor.dtype for name, tensor in tensors.items()}

@@ -212,25 +212,25 @@ def _tell_apart(
     hint: str | None,
 ) -> ExpertLayout:
     """Layouts with the same names: a declaration decides, which shapes must not contradict. Without one, the dimensions
-    that the config gives must exclude all layouts but one."""
+    that the config gives must exclude all layouts but one, tensor by tensor."""
     stored = {key: tensors[name].shape for key, name in names.items()}
-    possible = [
-        layout
-        for layout in layouts
-        if all(
-            expected_shape(row, family, config, shape[:1]) == shape
-            for row in layout.tensors
-            for (template, _), shape in stored.items()
-            if template == row.name
-        )
-    ]
+
+    def fits(layout: ExpertLayout, key: Key) -> bool:
+        row = layout.row(key[0])
+        return expected_shape(row, family, config, stored[key][:1]) == stored[key]
+
+    possible = [layout for layout in layouts if all(fits(layout, key) for key in stored)]
+    # A square matrix may lie either way whatever the others say: each tensor must exclude the other layouts by itself.
+    clear = len(possible) == 1 and not any(
+        fits(other, key) for other in layouts for key in stored if other.row(key[0]) != possible[0].row(key[0])
+    )
     declared = next((layout for layout in layouts if layout.name == hint), None)
     if declared is not None:
         if possible and declared not in possible:
             detail = f"is said to be in the layout {hint!r}, but its shapes are those of {possible[0].name!r}"
             raise Refused("experts", f"{block}*", detail)
         return declared
-    if len(possible) != 1:
+    if not clear:
         either = " or ".join(repr(layout.name) for layout in layouts)
         raise Refused(
             "experts", f"{block}*", f"may be in the layout {either}, and neither names nor dimensions tell which",

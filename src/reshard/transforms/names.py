@@ -53,8 +53,8 @@ def memory_prefix(prefix: str, family: Family) -> str:
 
 
 def rename_to_hub(tensors: Mapping[str, LazyTensor], family: Family) -> dict[str, LazyTensor]:
-    """All names as the Hub's. Twice is the same as once; Refused when two names become one, when writers disagree on what
-    a name means, or when the Hub has no place for a tensor."""
+    """All names as the Hub's. Twice is the same as once; Refused when two names become one, when writers disagree on
+    what a name means, or when the Hub has no place for a tensor."""
     _refuse_unplaced(tensors, family)
     if not family.renames:
         return dict(tensors)
@@ -80,7 +80,7 @@ def rename_to_memory(tensors: Mapping[str, LazyTensor], family: Family) -> dict[
 
 
 def _hub_name(name: str, family: Family) -> tuple[str, bool]:
-    """(the Hub's name, whether a leading axis of length 1 may go). The longest tail counts, then modules and prefixes."""
+    """(the Hub's name, whether a leading axis of length 1 may go): the longest tail, then modules and prefixes."""
     tails = [row for row in family.renames if row.where == "tail" and to_hub(row, name) is not None]
     squeeze = False
     new = name

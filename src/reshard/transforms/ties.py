@@ -25,8 +25,8 @@ EMBEDDINGS = (
 
 
 def declares_tie(config: Mapping[str, Any] | None) -> bool:
-    """Whether the config ties head and embedding. The outer flag counts where it is present, else the text config's, else
-    what the family means by leaving it out."""
+    """Whether the config ties head and embedding. The outer flag counts where it is present, else the text config's,
+    else what the family means by leaving it out."""
     for level in (config or {}, *((config or {}).get(key) or {} for key in NESTED)):
         if isinstance(level, dict) and isinstance(level.get(FLAG), bool):
             return bool(level[FLAG])

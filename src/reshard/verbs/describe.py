@@ -33,7 +33,8 @@ def describe_plan(planned: ConvertPlan) -> str:
     shown = 0
     for file in plan.files:
         tensors = [part for part in file.parts if part.tensor is not None]
-        lines.append(f"  {file.name}  {size_text(file.nbytes)}, {len(tensors)} tensors")
+        what = "as it is" if file.source is not None else f"{len(tensors)} tensors"
+        lines.append(f"  {file.name}  {size_text(file.nbytes)}, {what}")
         for part in tensors[: max(0, SHOWN - shown)]:
             lines.append(f"    {part.tensor}  {part.content.recipe()}")
             shown += 1

@@ -1,21 +1,18 @@
-"""The load check: transformers' own loader, given every tensor's shape and no tensor's bytes.
+"""Would transformers load this checkpoint: its own answer, with the model and every tensor on the meta device.
 
-The model is built on the meta device and loaded with a state dict of meta tensors, so that renaming, fusing and tying
-are transformers' own, and the memory is that of importing it.
+transformers is handed names, dtypes and shapes, and runs the renames, the fusing of experts and the tying that it would
+run on loading. No weight is read and none is allocated, so a model of any size is checked on any machine.
 """
 
 from __future__ import annotations
 
 import logging
-import os
+import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import Refused, ReshardError
-from reshard.families import find_family
+from reshard.errors import Refused, UsageError
 from reshard.tensors.dtypes import DTYPES
-from reshard.tensors.torch_extra import require_torch
-from reshard.transforms.experts import convert_experts
 from reshard.transforms.names import strip_wrappers
 from reshard.verbs.streaming import problem
 
@@ -23,173 +20,160 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from reshard.checkpoint import Checkpoint
+    from reshard.tensors.lazy import LazyTensor
 
-Problem = dict[str, Any]
+INSTALL = "pip install 'reshard[hf]'"
 
 
-def check_load(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[list[Problem], list[str]]:
-    """(problems, notes) of loading a checkpoint's names, shapes and dtypes into the model that its config describes.
+def check_load(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> list[dict[str, Any]]:
+    """The problems that transformers would have in loading, as rows of verify's "problems"; none when it loads whole.
 
-    A training checkpoint is seen under its family's Hub names, as `convert` would write it. Raises Refused where
-    transformers is missing, has no class for the model, or would have to run the model's own code without leave.
+    Kinds: "load-missing" (the model wants it; tied aliases and what the class lets go do not count), "load-unexpected"
+    (no place in the model, and not on the class's own list of what it ignores), "load-shape" (both shapes given; fused
+    experts that lack a member show here, under the model's name) and "load-conversion".
+
+    Raises UsageError without transformers, Refused without a config or where the class is not to be had: unknown to
+    this transformers, or code of the checkpoint that only `trust_remote_code` lets run.
     """
-    torch = require_torch("the load check")
-    if checkpoint.config is None or checkpoint.config_dir is None:
-        raise Refused(
-            "config", checkpoint.path, "has no config.json to build the model from", "--config-from DIR names one"
-        )
-    tensors = strip_wrappers(checkpoint.tensors)
-    if checkpoint.training:
-        tensors = convert_experts(tensors, find_family(checkpoint.config), checkpoint.config, "hub", training=True)[0]
-    state: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        row = DTYPES[tensor.dtype]
-        kind = getattr(torch, row.torch, None) if row.torch else None
-        if kind is None:
-            raise Refused(
-                "dtype", name, f"is {tensor.dtype}, which torch cannot hold", "the load check does not cover it"
+    torch, transformers = _libraries()
+    if checkpoint.config_dir is None:
+        raise Refused("config", checkpoint.path, "has no config.json, so no model can be built", "--config-from DIR")
+    with _quiet(transformers):
+        config = _config(transformers, checkpoint.config_dir, trust_remote_code)
+        model_class = _model_class(transformers, config, checkpoint.config_dir, trust_remote_code)
+        state = {name: _meta(torch, tensor) for name, tensor in strip_wrappers(checkpoint.tensors).items()}
+        try:
+            # Sizes that differ are collected, not raised. Eager kernels: a config may name native code to fetch.
+            _, info = model_class.from_pretrained(
+                None,
+                config=config,
+                state_dict=state,
+                device_map="meta",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                attn_implementation="eager",
+                experts_implementation="eager",
+                local_files_only=True,
             )
-        shape = (*tensor.shape[:-1], tensor.shape[-1] // 2) if tensor.dtype == "F4" else tensor.shape
-        state[name] = torch.empty(shape, dtype=kind, device="meta")
-    with _quiet():
-        config, kind = _model_class(checkpoint, trust_remote_code)
-        with _captured() as seen:
-            failure = _load(kind, config, state)
-    return _problems(seen, failure), [f"loaded by transformers as {kind.__name__}, on the meta device"]
+        except Exception as error:  # what a model class raises is its own affair
+            found = _info_of(error)
+            if found is None:
+                where = f"{checkpoint.config_dir} ({model_class.__name__})"
+                raise Refused("load", where, f"transformers cannot build the model: {_first_line(error)}") from error
+            info = found
+    return _rows(info)
 
 
-def _model_class(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[Any, Any]:
-    """(config object, model class): the class that the config's architectures name."""
+def _libraries() -> tuple[Any, Any]:
     try:
+        import torch
         import transformers
     except ImportError as error:
-        raise Refused(
-            "extra", "transformers", "is needed for the load check", "pip install 'reshard[torch,hf]'"
-        ) from error
-    home, raw = str(checkpoint.config_dir), checkpoint.config or {}
-    named = next((name for name in raw.get("architectures") or [] if isinstance(name, str)), None)
-    own = getattr(transformers, named, None) if named else None
-    auto_map: dict[str, Any] = raw["auto_map"] if isinstance(raw.get("auto_map"), dict) else {}
-    remote = own is None and bool(auto_map)
-    if remote and not trust_remote_code:
-        raise Refused(
-            "code", home, "loading this model runs code that comes with it", "--trust-remote-code allows that"
-        )
-    try:
-        config = transformers.AutoConfig.from_pretrained(home, trust_remote_code=remote, local_files_only=True)
-        if own is not None:
-            return config, own
-        if remote:
-            from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-            reference = next((v for v in auto_map.values() if isinstance(v, str) and v.endswith(f".{named}")), None)
-            reference = reference or next(
-                v for k, v in auto_map.items() if k.startswith("AutoModel") and isinstance(v, str)
-            )
-            return config, get_class_from_dynamic_module(reference, home, local_files_only=True)
-        if named is not None:
-            raise Refused(
-                "load", home, f"transformers {transformers.__version__} has no {named}", "install a version that has it"
-            )
-        return config, transformers.MODEL_MAPPING[type(config)]
-    except ReshardError:
-        raise
-    except StopIteration:
-        raise Refused("load", home, "auto_map names no model class") from None
-    except Exception as error:
-        # Whatever a library, or the model's own code, makes of a config that it cannot use.
-        raise Refused("load", home, f"transformers cannot use this config ({_short(error)})") from error
-
-
-def _load(kind: Any, config: Any, state: dict[str, Any]) -> Exception | None:
-    """Loads, and returns what the loader raised, if anything."""
-    try:
-        kind.from_pretrained(
-            None, config=config, state_dict=state, device_map="meta", ignore_mismatched_sizes=True, dtype="auto"
-        )
-    except Exception as error:
-        return error
-    return None
+        raise UsageError("transformers", "--load", f"needs {error.name or 'transformers'}", INSTALL) from error
+    return torch, transformers
 
 
 @contextmanager
-def _captured() -> Iterator[dict[str, Any]]:
-    """Keeps the loader's report: what it returns does not tell of failed conversions, and is lost when it raises."""
-    from importlib import import_module
-
-    module: Any = import_module("transformers.modeling_utils")
-
-    seen: dict[str, Any] = {}
-
-    def report(*args: Any, loading_info: Any = None, **kwargs: Any) -> None:
-        if loading_info is None:
-            loading_info = next((arg for arg in args if hasattr(arg, "missing_keys")), None)
-        seen["info"] = loading_info
-
-    original = module.log_state_dict_report
-    module.log_state_dict_report = report
-    try:
-        yield seen
-    finally:
-        module.log_state_dict_report = original
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars, warnings or network while the loader runs."""
-    from importlib import import_module
-
-    bars: Any = import_module("transformers.utils.logging")
-    logger = logging.getLogger("transformers")
-    level, offline = logger.level, os.environ.get("HF_HUB_OFFLINE")
-    shown = bars.is_progress_bar_enabled()
-    os.environ["HF_HUB_OFFLINE"] = "1"
+def _quiet(transformers: Any) -> Iterator[None]:
+    """No report and no bar of transformers' own: its findings become rows here."""
+    control = transformers.utils.logging
+    logger, bar = logging.getLogger("transformers"), control.is_progress_bar_enabled()
+    level = logger.level
     logger.setLevel(logging.CRITICAL)
-    bars.disable_progress_bar()
+    control.disable_progress_bar()
     try:
         yield
     finally:
         logger.setLevel(level)
-        if shown:
-            bars.enable_progress_bar()
-        if offline is None:
-            del os.environ["HF_HUB_OFFLINE"]
-        else:
-            os.environ["HF_HUB_OFFLINE"] = offline
+        if bar:
+            control.enable_progress_bar()
 
 
-def _problems(seen: dict[str, Any], failure: Exception | None) -> list[Problem]:
-    info = seen.get("info")
-    found: list[Problem] = []
-    if info is not None:
-        found += [
-            problem("missing", "the model has it, the checkpoint does not", tensor=name)
-            for name in sorted(info.missing_keys)
-        ]
-        found += [
-            problem("unexpected", "the checkpoint has it, the model does not", tensor=name)
-            for name in sorted(info.unexpected_keys)
-        ]
-        found += [
-            problem("shape", f"is {list(stored)} in the checkpoint, {list(wanted)} in the model", tensor=name)
-            for name, stored, wanted in sorted(info.mismatched_keys)
-        ]
-        found += [
-            problem("shape", f"cannot be put together: {_last_line(text)}", tensor=name)
-            for name, text in sorted(info.conversion_errors.items())
-        ]
-    if failure is not None and not found:
-        found.append(problem("load", f"transformers fails to load it ({_short(failure)})"))
+def _config(transformers: Any, directory: str, trust: bool) -> Any:
+    try:
+        return transformers.AutoConfig.from_pretrained(directory, trust_remote_code=trust, local_files_only=True)
+    except Exception as error:
+        if not trust and "trust_remote_code" in str(error):
+            raise Refused(
+                "remote-code", directory, "the model needs code that lies beside its config",
+                "--trust-remote-code runs it; read it first",
+            ) from error  # fmt: skip
+        raise Refused("config", directory, f"transformers does not accept the config: {_first_line(error)}") from error
+
+
+def _model_class(transformers: Any, config: Any, directory: str, trust: bool) -> Any:
+    """The class that `architectures` names, from the checkpoint's own code only when trusted."""
+    names = [name for name in getattr(config, "architectures", None) or [] if isinstance(name, str)]
+    if not names:
+        raise Refused("config", directory, "names no class under architectures, so nothing says what to load it as")
+    name = names[0]
+    if trust:
+        references = [ref for ref in (getattr(config, "auto_map", None) or {}).values() if isinstance(ref, str)]
+        reference = next((ref for ref in references if ref.rpartition(".")[2] == name), None)
+        if reference is not None:
+            from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+            try:
+                return get_class_from_dynamic_module(reference, directory, local_files_only=True)
+            except Exception as error:
+                raise Refused("load", directory, f"its code does not load: {_first_line(error)}") from error
+    found = getattr(transformers, name, None) if re.fullmatch(r"[A-Za-z]\w*", name) else None
+    # The name comes from a file: only a model class will do.
+    if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
+        remedy = "use a newer transformers" if trust else "use a newer transformers, or --trust-remote-code"
+        raise Refused("load", directory, f"transformers {transformers.__version__} has no model class {name!r}", remedy)
     return found
 
 
-def _last_line(text: str) -> str:
-    """What the loader says of a failed conversion: a traceback, the message, and where it happened."""
+def _meta(torch: Any, tensor: LazyTensor) -> Any:
+    """The tensor's dtype and shape without its bytes. Packed dtypes as their bytes, which is how torch sees them."""
+    row = DTYPES[tensor.dtype]
+    if row.bits % 8:
+        return torch.empty(tensor.storage[0], dtype=torch.uint8, device="meta")
+    return torch.empty(tensor.shape, dtype=getattr(torch, row.torch), device="meta")
+
+
+def _info_of(error: BaseException) -> dict[str, Any] | None:
+    """What loading had found when it raised.
+
+    A failed conversion raises without saying which one, after all findings were gathered; they lie in its frames.
+    """
+    trace = error.__traceback__
+    found = None
+    while trace is not None:
+        info: Any = trace.tb_frame.f_locals.get("loading_info")
+        if getattr(info, "conversion_errors", None):
+            found = info.to_dict() | {"conversion_errors": dict(info.conversion_errors)}
+        trace = trace.tb_next
+    return found
+
+
+def _rows(info: dict[str, Any]) -> list[dict[str, Any]]:
+    failed = info.get("conversion_errors", {})
+    rows = [
+        problem("load-missing", "is missing: transformers would leave it at random values", tensor=name)
+        for name in sorted(set(info["missing_keys"]) - set(failed))
+    ]
+    rows += [
+        problem("load-unexpected", "has no place in the model and would be ignored", tensor=name)
+        for name in sorted(info["unexpected_keys"])
+    ]
+    rows += [
+        problem("load-shape", f"is {list(stored)} as stored where the model has {list(wanted)}", tensor=name)
+        for name, stored, wanted in sorted(info["mismatched_keys"])
+    ]
+    rows += [
+        problem("load-conversion", f"cannot be made of what is stored: {_last_line(text)}", tensor=name)
+        for name, text in sorted(failed.items())
+    ]
+    return rows + [problem("load", str(text)) for text in info.get("error_msgs", [])]
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__
+
+
+def _last_line(text: object) -> str:
     lines = [line.strip() for line in str(text).splitlines() if line.strip()]
-    told = [line for line in lines if not line.startswith("Error")]
-    return (told or lines or [""])[-1]
-
-
-def _short(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+    return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "unknown")[:300]

@@ -16,6 +16,7 @@ from reshard.layouts.dcp.groups import choose
 from reshard.layouts.dcp.light import printable
 from reshard.layouts.dcp.metadata import load, scan
 from reshard.tensors.lazy import Chunked, LazyTensor
+from reshard.tensors.paths import is_plain, leads_out
 
 if TYPE_CHECKING:
     from array import array
@@ -200,28 +201,22 @@ def _shape(entry: TensorEntry) -> tuple[int, ...]:
 def _resolve(files: list[str], extents: list[int], paths: list[Path]) -> tuple[list[str], list[int]]:
     """(absolute path, size) of each referenced file: present, regular, inside the directory and long enough."""
     resolved, sizes = [], []
-    homes = [(path, Path(os.path.realpath(path))) for path in paths]
     for name, extent in zip(files, extents, strict=True):
-        parts = name.split("/")
-        if "\\" in name or "\0" in name or len(name) > 1024 or any(part in ("", ".", "..") for part in parts):
+        if len(name) > 1024 or not is_plain(name):
             raise Refused(
                 "unsafe", str(paths[0]), f"its metadata names {printable(name)!r}, which is no path inside it"
             )
-        found = [(path, home) for path, home in homes if os.path.lexists(path / name)]
+        found = [path for path in paths if os.path.lexists(path / name)]
         if not found:
             raise Damaged("missing", str(paths[0] / name), "is absent, but the metadata refers to it", FRESH_COPY)
         if len(found) > 1:
-            raise Refused("ambiguous", name, f"lies in {found[0][0]} and in {found[1][0]}", "name each directory once")
-        path, home = found[0]
-        file = path / name
-        real = Path(os.path.realpath(file))
-        # A hub cache snapshot is links to the blobs of the same entry.
-        blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
-        if not real.is_relative_to(home) and not (blobs is not None and real.is_relative_to(blobs)):
+            raise Refused("ambiguous", name, f"lies in {found[0]} and in {found[1]}", "name each directory once")
+        file = found[0] / name
+        if leads_out(file, found[0]):
             raise Refused("unsafe", str(file), "is a link out of the directory", "copy the file into it")
-        if not real.is_file():
+        if not file.is_file():
             raise Damaged("missing", str(file), "is not a regular file", FRESH_COPY)
-        size = real.stat().st_size
+        size = file.stat().st_size
         if size < extent:
             raise Damaged("truncated", str(file), f"has {size} bytes where the metadata needs {extent}", FRESH_COPY)
         resolved.append(str(file))

@@ -15,7 +15,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.errors import Refused, UsageError
 from reshard.opening import open_checkpoint
 from reshard.tensors.lazy import Stored
-from reshard.verbs.load_check import check_load
+from reshard.verbs.loading import check_load
 
 if TYPE_CHECKING:
     from collections.abc import Callable
