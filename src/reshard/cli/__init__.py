@@ -9,6 +9,11 @@ def main() -> NoReturn:
     """Runs the command in sys.argv and exits with its status."""
     import sys
 
-    from reshard.cli.app import run_app
+    try:
+        from reshard.cli.app import run_app
 
-    sys.exit(run_app(sys.argv[1:]))
+        status = run_app(sys.argv[1:])
+    except KeyboardInterrupt:  # while modules were still being imported
+        print("reshard: interrupted", file=sys.stderr)
+        status = 130
+    sys.exit(status)

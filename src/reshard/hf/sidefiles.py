@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Damaged, Refused
+from reshard.tensors.paths import leads_out
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -165,8 +165,8 @@ def plan_convert(
     source: path (see `reshard.open`) or an opened Checkpoint. out: directory to make; omitted, a training checkpoint
     goes to its own `weights` folder and a Hugging Face directory to a sibling. The keyword arguments are those of
     ConvertOptions (`to`, `dtype`, `norms`, `experts`, `like`, `config_from`, `model_key`, `drop`, `max_shard_size`,
-    `key_prefix`) and how to run (`workers`, `max_memory` for the run, or for all of this process with `whole_process`, `overwrite`,
-    `resume`, `link`, `progress(done, total)`).
+    `key_prefix`) and how to run (`workers`, `max_memory` for the run or, with `whole_process`, all of this process,
+    `overwrite`, `resume`, `link`, `progress(done, total)`).
 
     Raises UsageError, Refused or Damaged, each with a remedy.
     """
