@@ -42,6 +42,7 @@ def _with_config(
     checkpoint: Checkpoint, config_from: str | None, config_dirs: list[str], tokenizer_dirs: list[str]
 ) -> Checkpoint:
     """Attaches config.json and side files: `--config-from` first, then the checkpoint, then what its trainer names."""
+    from reshard.families import find_family
     from reshard.hf.sidefiles import find_side_files, missing_code
     from reshard.layouts.json_files import read_json
 
@@ -60,4 +61,12 @@ def _with_config(
     side = find_side_files([path for path in order if Path(path).is_dir()])
     absent = missing_code(str(Path(home) / "config.json"))
     notes = [f"model code that config.json needs is absent: {', '.join(absent)}"] if absent else []
-    return replace(checkpoint, config=config, config_dir=home, side_files=side, warnings=(*checkpoint.warnings, *notes))
+    family = find_family(config)
+    return replace(
+        checkpoint,
+        config=config,
+        config_dir=home,
+        side_files=side,
+        family=family.name if family else None,
+        warnings=(*checkpoint.warnings, *notes),
+    )

@@ -29,6 +29,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     side_files: relative name -> absolute path of the files that travel with the weights
     left_out:   items of the source that are not model tensors (optimizer, scheduler, progress), with reasons
     training:   whether this is a training checkpoint (so that `--dtype auto` asks the config)
+    family:     name of the model family that its config belongs to, or None
     trainer:    name of the trainer whose data matched, or None
     home:       the directory that a person would call the checkpoint (a trainer's step), where it is not `path`
     why:        one line on how the path given led to this checkpoint, or ""
@@ -46,6 +47,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     side_files: dict[str, str] = field(default_factory=dict)
     left_out: tuple[Dropped, ...] = ()
     training: bool = False
+    family: str | None = None
     trainer: str | None = None
     home: str | None = None
     why: str = ""

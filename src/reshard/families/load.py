@@ -20,6 +20,7 @@ from reshard.families.tables import (
     Experts,
     ExpertTensor,
     Family,
+    Join,
     Mtp,
     Rename,
     SparseLayers,
@@ -49,6 +50,7 @@ def _is_texts(value: Any) -> bool:
 KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "str": (_is_text, "a string"),
     "str | None": (_is_text, "a string"),
+    "int": (lambda value: isinstance(value, int) and not isinstance(value, bool), "a whole number"),
     "bool": (lambda value: isinstance(value, bool), "true or false"),
     "tuple[str, ...]": (_is_texts, "a list of strings"),
     "tuple[tuple[str, ...], ...]": (
@@ -102,6 +104,7 @@ def parse_family(text: str, where: str) -> Family:
         raise _fault(where, f"is not TOML ({error})") from error
     built: dict[str, Any] = {
         "renames": tuple(_frozen(Rename, item, where) for item in _rows(row, "renames", where)),
+        "joins": tuple(_frozen(Join, item, where) for item in _rows(row, "joins", where)),
         "unplaced": tuple(_frozen(Unplaced, item, where) for item in _rows(row, "unplaced", where)),
     }
     if "mtp" in row:
@@ -166,6 +169,9 @@ def _check(family: Family, where: str) -> None:
             re.compile(pattern)
         except re.error as error:
             raise _fault(where, f"has the pattern {pattern!r}, which is no regular expression ({error})") from error
+    for join in family.joins:
+        if len(set(join.parts)) < 2 or join.axis < 0 or join.name in join.parts:
+            raise _fault(where, f"joins {join.name!r}, which needs two parts or more and an axis from 0 on")
     rows = [(row.source, row.where, row.name) for row in family.renames]
     if len(set(rows)) != len(rows):
         raise _fault(where, "renames a name twice")

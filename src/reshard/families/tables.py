@@ -74,7 +74,7 @@ class Rename:
 
     source:  who writes that name: "memory" (transformers' modules) or a trainer
     where:   "tail" (the whole end of the name, below the decoder layer), "module" (a run of segments anywhere) or
-             "prefix" (the beginning)
+             "prefix" (the beginning; of several that fit, the longest counts)
     squeeze: the other writer may add a leading axis of length 1
     """
 
@@ -83,6 +83,21 @@ class Rename:
     hub: str
     where: str = "tail"
     squeeze: bool = False
+
+
+@dataclass(frozen=True)
+class Join:
+    """Tensors other than routed experts that another writer keeps as one.
+
+    source: who does, as in Rename
+    name:   end of the one's name
+    parts:  ends of the Hub's names, in the order in which they lie along `axis`, in equal parts
+    """
+
+    source: str
+    name: str
+    parts: tuple[str, ...]
+    axis: int = 0
 
 
 @dataclass(frozen=True)
@@ -136,7 +151,7 @@ class Family:
     fp32_pins:        regular expressions of tensors that keep the dtype they are stored in
     keep_unquantized: regular expressions of modules that the family's FP8 releases leave alone
     scale_groups:     modules that servers fuse, so that their quantisation scales must agree
-    unplaced:         see Unplaced
+    renames, joins, unplaced, mtp, sparse, experts: see their tables
     """
 
     name: str
@@ -155,6 +170,7 @@ class Family:
     keep_unquantized: tuple[str, ...] = ()
     scale_groups: tuple[tuple[str, ...], ...] = ()
     renames: tuple[Rename, ...] = ()
+    joins: tuple[Join, ...] = ()
     unplaced: tuple[Unplaced, ...] = ()
     mtp: Mtp | None = None
     sparse: SparseLayers | None = None

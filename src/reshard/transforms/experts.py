@@ -15,6 +15,7 @@ from reshard.errors import Damaged, Refused
 from reshard.families import ExpertLayout, ExpertTensor, Family, config_int, sparse_layers
 from reshard.tensors.dtypes import DTYPES
 from reshard.transforms.expert_views import Key, Source, rearrange
+from reshard.transforms.joins import join_split, split_joined
 from reshard.transforms.names import hub_prefix, memory_prefix, rename_to_hub, rename_to_memory
 
 if TYPE_CHECKING:
@@ -50,21 +51,20 @@ def convert_experts(
     if target == "keep":
         return dict(tensors), []
     if family is None:
-        return _unknown(tensors, target, training)
+        return _unknown(tensors, config, target, training)
     if family.experts is None:
         if target not in ("hub", "fused"):
             raise Refused("experts", family.name, "has no routed experts", "leave --experts away")
-        renamed = rename_to_hub(tensors, family)
-        return (rename_to_memory(renamed, family) if target == "fused" else renamed), []
+        result, moved = _rename(tensors, family, target)
+        _refuse_companions(moved, tensors, set(moved))
+        return result, []
     experts = family.experts
     wanted = _wanted(family, experts, target)
     blocks = find_blocks(tensors, experts)
     _check_layers(tensors, blocks, family, config)
     expert_names = {name for names in blocks.values() for name in names.values()}
-    result = rename_to_hub({name: t for name, t in tensors.items() if name not in expert_names}, family)
-    if target == "fused":
-        result = rename_to_memory(result, family)
-    moved: list[str] = []
+    others = {name: tensor for name, tensor in tensors.items() if name not in expert_names}
+    result, moved = _rename(others, family, target)
     sources: dict[str, int] = defaultdict(int)
     for block, names in blocks.items():
         layout = recognise(block, names, tensors, family, config, source_hint)
@@ -82,11 +82,21 @@ def convert_experts(
             if name in result:
                 raise Refused("collision", name, "would be written twice", "--drop one of them")
             result[name] = tensor
-    _refuse_companions(moved, tensors, expert_names)
+    _refuse_companions(moved, tensors, expert_names.union(moved))
     return result, [
         f"experts of {n} layer{'s' if n > 1 else ''} go from the layout {name!r} to {wanted.name!r}"
         for name, n in sorted(sources.items())
     ]
+
+
+def _rename(tensors: Mapping[str, LazyTensor], family: Family, target: str) -> tuple[dict[str, LazyTensor], list[str]]:
+    """(what is not a routed expert, under its target names; names of what was cut or joined)."""
+    if target == "fused":
+        found, _ = split_joined(tensors, family)
+        joined, moved = join_split(rename_to_hub(found, family), family)
+        return rename_to_memory(joined, family), moved
+    found, moved = split_joined(tensors, family)
+    return rename_to_hub(found, family), moved
 
 
 def _made(stem: str, source: Source, wanted: ExpertLayout) -> dict[str, LazyTensor]:
@@ -100,13 +110,20 @@ def _below(key: Key) -> str:
     return key[0] if key[1] is None else key[0].replace("{e}", str(key[1]))
 
 
-def _unknown(tensors: Mapping[str, LazyTensor], target: str, training: bool) -> tuple[dict[str, LazyTensor], list[str]]:
+def _unknown(
+    tensors: Mapping[str, LazyTensor], config: Mapping[str, Any] | None, target: str, training: bool
+) -> tuple[dict[str, LazyTensor], list[str]]:
     if target != "hub":
         detail = f"experts cannot be made {target} without family data"
         raise Refused("family", "", detail, "`reshard families` lists the families that reshard knows")
     if training:
         for name, tensor in tensors.items():
             if len(tensor.shape) >= 3 and UNKNOWN_EXPERTS.search(name):
+                if config is None:
+                    raise Refused(
+                        "config", name, "looks like fused experts, and no config.json says of which family",
+                        "--config-from DIR names a model directory that has it",
+                    )  # fmt: skip
                 raise Refused(
                     "family", name, "looks like fused experts of a family that reshard has no data for",
                     "--experts keep writes them as they are",
@@ -331,13 +348,13 @@ def _check_movable(
             raise Damaged("experts", name, detail, "check the config")
 
 
-def _refuse_companions(moved: Iterable[str], tensors: Mapping[str, LazyTensor], expert_names: set[str]) -> None:
+def _refuse_companions(moved: Iterable[str], tensors: Mapping[str, LazyTensor], known: set[str]) -> None:
     """Scales and biases that no layout knows must not be parted from the weights that were rearranged."""
     stems = {name.removesuffix(".weight"): name for name in moved}
     if not stems:
         return
     for name in tensors:
-        if name in expert_names:
+        if name in known:
             continue
         for stem in (name.rpartition(".")[0], COMPANION.sub("", name)):
             if stem in stems:

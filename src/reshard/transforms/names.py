@@ -38,18 +38,15 @@ def hub_name(name: str, family: Family) -> str:
 
 def hub_prefix(prefix: str, family: Family) -> str:
     """The Hub's prefix of a decoder layer ("model.layers.3.")."""
-    for row in family.renames:
-        if row.where == "prefix":
-            prefix = to_hub(row, prefix) or prefix
-    return prefix
+    rows = [row for row in family.renames if row.where == "prefix" and to_hub(row, prefix) is not None]
+    return to_hub(max(rows, key=lambda row: len(row.name)), prefix) or prefix if rows else prefix
 
 
 def memory_prefix(prefix: str, family: Family) -> str:
     """The prefix of a decoder layer in transformers' modules, from the Hub's."""
-    for row in family.renames:
-        if row.where == "prefix" and row.source == MEMORY:
-            prefix = from_hub(row, prefix) or prefix
-    return prefix
+    rows = [row for row in family.renames if row.where == "prefix" and row.source == MEMORY]
+    rows = [row for row in rows if from_hub(row, prefix) is not None]
+    return from_hub(max(rows, key=lambda row: len(row.hub)), prefix) or prefix if rows else prefix
 
 
 def rename_to_hub(tensors: Mapping[str, LazyTensor], family: Family) -> dict[str, LazyTensor]:
@@ -70,11 +67,16 @@ def rename_to_hub(tensors: Mapping[str, LazyTensor], family: Family) -> dict[str
 def rename_to_memory(tensors: Mapping[str, LazyTensor], family: Family) -> dict[str, LazyTensor]:
     """Hub names as transformers' modules have them. Refused when two names become one."""
     rows = [row for row in family.renames if row.source == MEMORY]
+    tails = [row for row in rows if row.where == "tail"]
     target = {}
     for name in tensors:
-        new = name
+        new = memory_prefix(name, family)
         for row in reversed(rows):
-            new = from_hub(row, new) or new
+            if row.where == "module":
+                new = from_hub(row, new) or new
+        fitting = [row for row in tails if from_hub(row, name) is not None and from_hub(row, new) is not None]
+        if fitting:
+            new = from_hub(max(fitting, key=lambda row: len(row.hub)), new) or new
         target[name] = new
     return _renamed(tensors, target, "in transformers")
 
@@ -94,9 +96,9 @@ def _hub_name(name: str, family: Family) -> tuple[str, bool]:
             )  # fmt: skip
         new, squeeze = to_hub(best, name) or name, best.squeeze
     for row in family.renames:
-        if row.where != "tail":
+        if row.where == "module":
             new = to_hub(row, new) or new
-    return new, squeeze
+    return hub_prefix(new, family), squeeze
 
 
 def _refuse_unplaced(tensors: Mapping[str, LazyTensor], family: Family) -> None:

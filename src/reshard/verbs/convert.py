@@ -21,7 +21,7 @@ from reshard.layouts import hf
 from reshard.opening import open_checkpoint
 from reshard.sizes import parse_size
 from reshard.tensors.dtypes import dtype as find_dtype
-from reshard.tensors.dtypes import is_float, nbytes
+from reshard.tensors.dtypes import is_float
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -307,12 +307,12 @@ def _config_text(checkpoint: Checkpoint, config: Mapping[str, Any]) -> bytes:
 
 
 def _majority(tensors: Mapping[str, LazyTensor], dtypes: Mapping[str, str]) -> str | None:
-    """torch's name of the floating dtype that most bytes are written in."""
-    weight: dict[str, int] = {}
+    """torch's name of the floating dtype that most elements are written in."""
+    count: dict[str, int] = {}
     for name, dtype in dtypes.items():
         if is_float(dtype):
-            weight[dtype] = weight.get(dtype, 0) + nbytes(dtype, tensors[name].shape)
-    best = max(weight, key=lambda dtype: (weight[dtype], dtype), default=None)
+            count[dtype] = count.get(dtype, 0) + tensors[name].numel
+    best = max(count, key=lambda dtype: (count[dtype], dtype), default=None)
     return find_dtype(best).torch if best else None
 
 
