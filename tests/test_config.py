@@ -105,6 +105,8 @@ def test_untying_reaches_nested_configs() -> None:
     found, notes = export(config, tied=False)
     assert found["tie_word_embeddings"] is False and found["text_config"]["tie_word_embeddings"] is False
     assert found["vision_config"] == {"depth": 1}
+    deep = {"thinker_config": {"text_config": {"tie_word_embeddings": True}}}
+    assert export(deep, tied=False)[0]["thinker_config"]["text_config"]["tie_word_embeddings"] is False
     assert any("tie_word_embeddings" in note for note in notes)
     for tied in (True, None):
         assert export(config, tied=tied)[0]["text_config"]["tie_word_embeddings"] is True
@@ -141,6 +143,8 @@ def test_no_count_of_mtp_layers_dangles() -> None:
     assert export(nested, family=family, has_mtp=False)[0]["text_config"]["num_nextn_predict_layers"] == 0
     assert has_mtp_tensors(main, find_family({"model_type": "llama"}), config) is None
     assert has_mtp_tensors(main, family, None) is None
+    # Without the usual prefix (a base model saved alone), layer 2 cannot be told from what is not there.
+    assert has_mtp_tensors(["layers.0.a", "layers.2.eh_proj.weight"], family, config) is None
 
 
 def test_mtp_modules_under_a_prefix_of_their_own() -> None:
@@ -173,9 +177,9 @@ def test_a_checkpoint_that_lost_its_mtp_layer_says_so_and_loads(tmp_path: Path) 
 
 
 TRAVEL = (
-    "chat_template.jinja", "generation_config.json", "preprocessor_config.json", "processor_config.json", "tokenizer.json",
-    "tokenizer_config.json", "merges.txt", "modeling_x.py", "LICENSE", "code/helper.py", "code/deep/more.py",
-    "templates/chat.jinja",
+    "chat_template.jinja", "generation_config.json", "preprocessor_config.json", "processor_config.json",
+    "tokenizer.json", "tokenizer_config.json", "merges.txt", "modeling_x.py", "LICENSE", "code/helper.py",
+    "code/deep/more.py", "templates/chat.jinja",
 )  # fmt: skip
 STAY = (
     "pytorch_model.bin", "training_args.bin", "trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state_0.pth",
@@ -242,9 +246,6 @@ def test_links_to_the_blobs_of_a_cache_are_followed(tmp_path: Path) -> None:
 
 
 # Model code of its own
-
-
-CONFIG_CODE = "open({marker!r}, 'w').close()\nfrom .layers import Layer\n"
 
 
 def custom(home: Path) -> Path:

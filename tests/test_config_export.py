@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import mini_models
 import pytest
 
+import mini_models
 from reshard.families import find_family
 from reshard.hf.config import export_config, has_mtp_tensors
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 FAMILIES = ("llama", "llama_tied", "qwen3", "qwen3_moe", "deepseek_v3")
 
@@ -32,7 +34,12 @@ def test_the_config_of_a_model_loads_back_changed_only_where_said(family: str, t
     saved = mini_models.build_config(family)
     saved.save_pretrained(tmp_path / "saved")
     config = json.loads((tmp_path / "saved/config.json").read_text())
-    config |= {"dtype": "float32", "use_cache": False, "_attn_implementation": "flash_attention_3", "use_grouped_mm": True}
+    config |= {
+        "dtype": "float32",
+        "use_cache": False,
+        "_attn_implementation": "flash_attention_3",
+        "use_grouped_mm": True,
+    }
     result, notes = export(config, dtype_written="bfloat16", training=True)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/config.json").write_text(json.dumps(result))
@@ -45,7 +52,14 @@ def test_the_config_of_a_model_loads_back_changed_only_where_said(family: str, t
 
 
 def test_nothing_to_do_changes_nothing_and_keeps_the_order() -> None:
-    config = {"z": 1, "model_type": "x", "a": None, "use_cache": False, "_attn_implementation": "sdpa", "dtype": "float32"}
+    config = {
+        "z": 1,
+        "model_type": "x",
+        "a": None,
+        "use_cache": False,
+        "_attn_implementation": "sdpa",
+        "dtype": "float32",
+    }
     result, notes = export(config)
     assert list(result.items()) == list(config.items()) and notes == []
 

@@ -1,4 +1,4 @@
-"""A run directory from beginning to end: torch DCP inside it, config and tokenizer found, the export beside the step."""
+"""A run directory from beginning to end: torch DCP in it, config and tokenizer found, the export beside the step."""
 
 from __future__ import annotations
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from reshard.errors import Refused
 from reshard.hf.sidefiles import find_side_files, missing_code
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 GO = (
     "tokenizer.json",

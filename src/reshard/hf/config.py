@@ -120,9 +120,12 @@ def has_mtp_tensors(names: Iterable[str], family: Family | None, config: Mapping
     layers = config_int(config, ("num_hidden_layers",))
     if layers is None:
         return None
+    seen = False
     for name in names:
         if name.startswith(family.layers):
             number = name[len(family.layers) :].partition(".")[0]
+            seen = seen or number.isdecimal()
             if number.isdecimal() and int(number) >= layers:
                 return True
-    return False
+    # No decoder layer under this prefix: the names are another writer's, and say nothing.
+    return False if seen else None

@@ -153,7 +153,8 @@ def _modules(auto_map: object) -> list[str]:
     if not isinstance(auto_map, dict):
         return []
     names = [item for value in auto_map.values() for item in (value if isinstance(value, list) else [value])]
-    found = {name.split(".")[0] for name in names if isinstance(name, str) and "--" not in name}
+    # Not a word: a path, or `repo--module`, which is another repository's.
+    found = {name.split(".")[0] for name in names if isinstance(name, str)}
     return sorted(f"{module}.py" for module in found if re.fullmatch(r"\w+", module))
 
 

@@ -60,8 +60,11 @@ def find_tie(
 def untie(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config with the flag false wherever it stands."""
     result = deepcopy(dict(config))
+    todo = [result]
+    while todo:
+        level = todo.pop()
+        if FLAG in level:
+            level[FLAG] = False
+        todo += [value for value in level.values() if isinstance(value, dict)]
     result[FLAG] = False
-    for key in NESTED:
-        if isinstance(result.get(key), dict) and FLAG in result[key]:
-            result[key][FLAG] = False
     return result

@@ -200,6 +200,11 @@ def _plan(
     from reshard.families import find_family
     from reshard.transforms import adapters, drops, dtypes, experts, like, names, ties
 
+    if options.to == "hf" and checkpoint.training and checkpoint.config is None:
+        raise Refused(
+            "config", checkpoint.path, "no config.json was found for this training checkpoint",
+            "--config-from DIR names a model directory that has it",
+        )  # fmt: skip
     notes: list[str] = []
     tensors: Mapping[str, LazyTensor] = names.strip_wrappers(checkpoint.tensors)
     adapters.refuse_lora(tensors)
@@ -221,11 +226,6 @@ def _plan(
         target, file_map, tie = like.follow(tensors, target, reference, tie)
     if checkpoint.check is not None:
         checkpoint.check()
-    if options.to == "hf" and checkpoint.training and checkpoint.config is None:
-        raise Refused(
-            "config", checkpoint.path, "no config.json was found for this training checkpoint",
-            "--config-from DIR names a model directory that has it",
-        )  # fmt: skip
     draft = ConvertPlan(
         named, out, checkpoint, options, run_options, family, tensors, target, (*checkpoint.left_out, *dropped),
         tuple(notes), tie, file_map, Plan(()),
