@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint import Checkpoint
@@ -20,6 +19,7 @@ from reshard.tensors.paths import is_plain, leads_out
 
 if TYPE_CHECKING:
     from array import array
+    from pathlib import Path
 
     from reshard.layouts.options import OpenOptions
 
