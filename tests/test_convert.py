@@ -189,3 +189,25 @@ def test_opened_checkpoint_is_a_mapping(tmp_path: Path) -> None:
     assert checkpoint.config is not None and checkpoint.config["model_type"] == "llama"
     assert torch.equal(checkpoint["layers.0.w"][2:4], values[2:4])
     assert checkpoint["layers.0.w"].shape == (6, 4) and checkpoint["layers.0.w"].dtype == "F32"
+
+
+def test_refusals_leave_no_staging_behind(tmp_path: Path) -> None:
+    source = save_dcp(tmp_path / "dcp", {"layers.0.w": torch.randn(20, 20)})
+    with pytest.raises(UsageError, match="too little"):
+        reshard.convert(str(source), str(tmp_path / "out"), max_memory="10MiB")
+    assert [path.name for path in tmp_path.iterdir()] == ["dcp"]
+
+
+def test_optimizer_state_is_never_a_model(tmp_path: Path) -> None:
+    state = {"model": {"layers.0.w": torch.ones(2)}, "optimizers": {"layers.0.w": torch.ones(2)}}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp")
+    with pytest.raises(Refused, match="optimizer state, no model"):
+        plan_convert(str(tmp_path / "dcp"), str(tmp_path / "out"), model_key="optimizers")
+
+
+def test_one_file_keeps_the_config_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    save_file({"layers.0.w": torch.randn(4, 4)}, tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": "made_up"}')
+    reshard.convert(str(tmp_path / "hf" / "model.safetensors"), str(tmp_path / "out"))
+    assert config_of(tmp_path / "out")["model_type"] == "made_up"

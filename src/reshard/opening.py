@@ -30,7 +30,7 @@ def open_checkpoint(source: str, *, config_from: str | None = None, model_key: s
     if run is not None:
         paths = [Path(run.checkpoint_dir)]
     checkpoint = open_layout(paths, options)
-    config_dirs = [*map(str, paths), *(run.config_dirs if run else ())]
+    config_dirs = [*(str(path if path.is_dir() else path.parent) for path in paths), *(run.config_dirs if run else ())]
     tokenizer_dirs = [*(run.tokenizer_dirs if run else ())]
     checkpoint = _with_config(checkpoint, config_from, config_dirs, tokenizer_dirs)
     if run is not None:

@@ -92,7 +92,7 @@ def convert(
 ) -> None:
     """Convert any checkpoint to Hugging Face or torch DCP files.
 
-    EP shards are merged, tied heads are written once, the optimizer stays out. OUT appears whole or not at all.
+    Shards are merged, tied heads are written once, the optimizer stays out. OUT appears whole or not at all.
 
     torchrun --nproc-per-node N -m reshard convert ... gives the same bytes as one process.
     """

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reshard.engine.journal import Finished
+    from reshard.engine.memory import Budget
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,9 @@ def execute(plan: Plan, out: str | Path, options: RunOptions, ranks: Ranks, inpu
     verdict: ReshardError | None = None
     already = False
     fingerprint: dict[str, list[int]] = {}
+    budget: Budget | None = None
     try:
+        budget = _budget(plan, options)
         check_place(out, [Path(path) for path in inputs])
         fingerprint = _fingerprint(plan)
         if ranks.first:
@@ -90,10 +93,16 @@ def execute(plan: Plan, out: str | Path, options: RunOptions, ranks: Ranks, inpu
         ranks.agree(verdict)
         if ranks.exchange(already)[0]:
             return RunReport(0, plan.nbytes, {})
-        return _run(plan, staging or staging_of(out), options, ranks, fingerprint)
+        assert budget is not None
+        return _run(plan, staging or staging_of(out), options, ranks, fingerprint, budget)
     finally:
         if staging is not None:
             staging.close()
+
+
+def _budget(plan: Plan, options: RunOptions) -> Budget:
+    scratch = max((part.content.scratch() for file in plan.files for part in file.parts), default=0)
+    return plan_budget(options.max_memory, options.workers, scratch, current_rss() if options.whole_process else 0)
 
 
 def _as_error(error: ReshardError | OSError, where: str) -> ReshardError:
@@ -101,7 +110,12 @@ def _as_error(error: ReshardError | OSError, where: str) -> ReshardError:
 
 
 def _run(
-    plan: Plan, staging: Staging, options: RunOptions, ranks: Ranks, fingerprint: dict[str, list[int]]
+    plan: Plan,
+    staging: Staging,
+    options: RunOptions,
+    ranks: Ranks,
+    fingerprint: dict[str, list[int]],
+    budget: Budget,
 ) -> RunReport:
     known = read_journals(staging.journal)
     ranks.agree(None)  # every rank has read the journals before any of them writes to its own
@@ -119,9 +133,6 @@ def _run(
     mine = share(todo, ranks.rank, ranks.world)
     total = sum(segment.end - segment.begin for segment in mine)
     try:
-        scratch = max((part.content.scratch() for file in plan.files for part in file.parts), default=0)
-        held = current_rss() if options.whole_process else 0
-        budget = plan_budget(options.max_memory, options.workers, scratch, held)
         journal = Journal(staging.journal, ranks.rank)
         try:
             advance = _counter(total, options.progress)

@@ -40,13 +40,15 @@ class OutputFile:
 
     `source` is set when the file as a whole equals an existing one: it is then reflinked or hard-linked where that is
     possible and asked for, else its one part copies the bytes. `carried` are the hashes that the source's own manifest
-    has for it (segments, tensor name -> digest), or None: such a file is never hashed anew.
+    has for it (segments, tensor name -> digest), or None: such a file is never hashed anew. `members` are the names of
+    its tensors.
     """
 
     name: str
     parts: tuple[Part, ...]
     source: str | None = None
     carried: tuple[list[str], Mapping[str, str]] | None = None
+    members: tuple[str, ...] = ()
 
     @cached_property
     def nbytes(self) -> int:
@@ -147,7 +149,8 @@ class Plan:
                         }
                         for part in file.parts
                         if part.tensor is not None
-                    ],
+                    ]
+                    or [{"name": name} for name in file.members],
                 }
                 for file in self.files
             ],

@@ -211,7 +211,9 @@ def _exchange(a: Path, b: Path) -> bool:
     number = ctypes.get_errno()
     if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         return False
-    raise ReshardError("publish", str(b), f"could not be replaced ({os.strerror(number)})")
+    raise ReshardError(
+        "publish", str(b), f"could not be replaced ({os.strerror(number)})", "mend that, then --resume --overwrite"
+    )
 
 
 def fsync_directory(path: Path) -> None:

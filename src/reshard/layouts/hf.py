@@ -17,7 +17,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.engine.content import Copy, Literal, make_content
 from reshard.engine.manifest import read_manifest
 from reshard.engine.plan import MANIFEST, OutputFile, Part
-from reshard.errors import Damaged, Refused
+from reshard.errors import Damaged, Refused, UsageError
 from reshard.layouts.json_files import read_json
 from reshard.tensors.dtypes import nbytes
 from reshard.tensors.header import Header, build_header, read_header, stored_tensors, write_order
@@ -53,6 +53,8 @@ def _model_files(path: Path) -> list[Path]:
 
 def open(paths: list[Path], options: OpenOptions) -> Checkpoint:  # the verb of every layout
     """Opens one directory or file, or several directories that together hold one checkpoint. Headers only."""
+    if options.model_key is not None:
+        raise UsageError("model-key", "--model-key", "is for torch DCP checkpoints; this one holds one model")
     shards: dict[str, Path] = {}
     index: dict[str, str] = {}
     warnings: list[str] = []
@@ -289,7 +291,7 @@ def keep_files(
         if all(name in tensors and dtypes[name] == source.tensors[name].dtype for name in names):
             file = os.path.basename(path)
             raw = Stored("U8", (source.files[path],), path, 0)
-            whole[file] = OutputFile(file, (Part(0, Copy(raw), None),), path, _carried(path, names))
+            whole[file] = OutputFile(file, (Part(0, Copy(raw), None),), path, _carried(path, names), tuple(names))
     return file_map, whole
 
 

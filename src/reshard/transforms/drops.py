@@ -27,7 +27,9 @@ def drop(
             raise UsageError("drop", f"--drop {text}", f"is not a regular expression ({error})") from error
         found = [name for name in left if pattern.search(name)]
         if not found:
-            raise UsageError("drop", f"--drop {text}", "matches no tensor", "`reshard inspect` lists the names")
+            raise UsageError(
+                "drop", f"--drop {text}", "matches no tensor", "`reshard convert --dry-run --json` lists the names"
+            )
         for name in found:
             del left[name]
             gone.append(Dropped(name, f"--drop {text}"))

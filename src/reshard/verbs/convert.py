@@ -64,7 +64,7 @@ class ConvertOptions:
                 raise UsageError(
                     "flag", "--dtype", f"is {self.dtype!r}", "one of bfloat16, float16, float32"
                 ) from error
-            if not is_float(name):
+            if name not in ("BF16", "F16", "F32"):
                 raise UsageError("flag", "--dtype", f"is {self.dtype!r}", "one of bfloat16, float16, float32")
         if parse_size(self.max_shard_size) < 1 << 10:
             raise UsageError("flag", "--max-shard-size", f"is {self.max_shard_size!r}", "give 1KB or more")
@@ -218,7 +218,7 @@ def _plan(
     if options.to == "hf":
         tensors, tie, tie_notes = ties.find_tie(tensors, checkpoint.config, family)
         notes += tie_notes
-    wanted = _wanted_dtype(checkpoint, options, notes)
+    wanted = "keep" if options.like is not None else _wanted_dtype(checkpoint, options, notes)
     target = dtypes.target_dtypes(tensors, wanted, options.norms, family)
     file_map = None
     if options.like is not None:
@@ -244,7 +244,8 @@ def _wanted_dtype(checkpoint: Checkpoint, options: ConvertOptions, notes: list[s
         return "keep"
     declared = _declared_dtype(checkpoint.config)
     if declared is None:
-        notes.append("the config declares no dtype, so every tensor keeps the one it has")
+        if checkpoint.config is not None:
+            notes.append("the config declares no dtype, so every tensor keeps the one it has")
         return "keep"
     notes.append(
         f"dtype {find_dtype(declared).torch}, as the model's config declares; --dtype keep leaves it as stored"

@@ -42,7 +42,7 @@ def inspect(source: str, *, config_from: str | None = None, model_key: str | Non
                 raise
             checkpoint = found
         else:
-            problems = checks.check_layers(checkpoint)
+            problems = [*checks.check_layers(checkpoint), *checks.check_experts(checkpoint)[0]]
         return _report(source, checkpoint, problems)
 
 

@@ -114,6 +114,11 @@ def _find_group(where: str, model_key: str, groups: Mapping[Path, list[str]]) ->
     for group in groups:
         for depth in range(len(group) + 1):
             if _dotted(group[:depth]) == wanted:
+                reason = _state_of(group[:depth])[1]
+                if reason:
+                    raise Refused(
+                        "model-key", where, f"{printable(wanted)!r} is {reason}, no model", "name another group"
+                    )
                 return group[:depth]
     known = ", ".join(sorted({printable(_dotted(g)) or '""' for g in groups if not _state_of(g)[0]})[:8])
     raise Refused("model-key", where, f"holds no group {printable(model_key)!r}", f"--model-key takes one of: {known}")
