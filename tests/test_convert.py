@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import reshard
-from reshard.errors import Refused, UsageError
+from reshard.errors import Damaged, Refused, UsageError
 from reshard.verbs.convert import plan_convert
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -211,3 +211,53 @@ def test_one_file_keeps_the_config_beside_it(tmp_path: Path) -> None:
     (tmp_path / "hf" / "config.json").write_text('{"model_type": "made_up"}')
     reshard.convert(str(tmp_path / "hf" / "model.safetensors"), str(tmp_path / "out"))
     assert config_of(tmp_path / "out")["model_type"] == "made_up"
+
+
+def test_nothing_left_to_write_and_useless_flags_are_refused(tmp_path: Path) -> None:
+    source = save_dcp(tmp_path / "dcp", {"layers.0.w": torch.randn(4, 4)})
+    with pytest.raises(Refused, match="no tensor is left"):
+        plan_convert(str(source), str(tmp_path / "out"), drop=(".*",))
+    with pytest.raises(UsageError, match="--to dcp"):
+        plan_convert(str(source), str(tmp_path / "out"), key_prefix="x.")
+
+
+def test_absent_layers_are_damage(tmp_path: Path) -> None:
+    state = {f"model.layers.{i}.mlp.up_proj.weight": torch.ones(2, 2) for i in (0, 2)}
+    source = save_dcp(tmp_path / "dcp", state, model_type="llama", num_hidden_layers=3)
+    with pytest.raises(Damaged, match="1 are absent"):
+        plan_convert(str(source), str(tmp_path / "out"))
+
+
+def test_config_that_is_a_link_out_of_its_directory(tmp_path: Path) -> None:
+    source = save_dcp(tmp_path / "dcp", {"layers.0.w": torch.randn(4, 4)})
+    (source / "config.json").rename(tmp_path / "elsewhere.json")
+    (source / "config.json").symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(Refused, match="link out"):
+        plan_convert(str(source), str(tmp_path / "out"))
+
+
+def test_side_files_are_hashed_and_verified(tmp_path: Path) -> None:
+    source = save_dcp(tmp_path / "dcp", {"layers.0.w": torch.randn(4, 4)})
+    (source / "tokenizer.json").write_text("{}")
+    reshard.convert(str(source), str(tmp_path / "out"))
+    assert reshard.verify(str(tmp_path / "out"))["status"] == "ok"
+    (tmp_path / "out" / "tokenizer.json").write_text("[]")
+    found = reshard.verify(str(tmp_path / "out"))
+    assert found["status"] == "failed"
+    assert "tokenizer.json" in found["problems"][0]["file"]
+
+
+def test_keys_of_several_models_without_paths(tmp_path: Path) -> None:
+    """planner_data says which group a key is of; without it two copies of the same names cannot be told apart."""
+    import pickle
+
+    state = {f"layers.{i}.w": torch.full((2, 2), float(i)) for i in range(2)}
+    dcp.save({"model": state, "ema": dict(state)}, checkpoint_id=tmp_path / "dcp")
+    metadata = pickle.loads((tmp_path / "dcp/.metadata").read_bytes())
+    metadata.planner_data = None
+    (tmp_path / "dcp/.metadata").write_bytes(pickle.dumps(metadata))
+    (tmp_path / "dcp/config.json").write_text('{"model_type": "made_up"}')
+    with pytest.raises(Refused, match="--model-key"):
+        plan_convert(str(tmp_path / "dcp"), str(tmp_path / "out"))
+    reshard.convert(str(tmp_path / "dcp"), str(tmp_path / "out"), model_key="ema")
+    assert sorted(load(tmp_path / "out")) == sorted(state)

@@ -124,6 +124,9 @@ def test_existing_output_is_refused_then_exchanged(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine.txt").write_text("keep me")
+    with pytest.raises(Refused, match="other than a checkpoint"):
+        execute(plan, out, RunOptions(overwrite=True), Ranks())
+    (out / "config.json").write_text("{}")
     with pytest.raises(Refused, match="already exists"):
         execute(plan, out, RunOptions(), Ranks())
     assert (out / "mine.txt").read_text() == "keep me" and leftovers(tmp_path) == []
@@ -139,6 +142,7 @@ def test_overwrite_without_kernel_exchange_recovers_the_old_output(tmp_path: Pat
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine.txt").write_text("old")
+    (out / "config.json").write_text("{}")
     monkeypatch.setattr(staging, "_exchange", lambda a, b: False)
     rename = os.rename
 
@@ -335,3 +339,26 @@ def test_memory_budget_is_kept_or_refused() -> None:
     assert (generous.workers, generous.tile) == (3, SEGMENT_BYTES)
     tight = plan_budget(current := (400 << 20), 16, 12 << 20, 100 << 20)
     assert tight.workers * (tight.tile + (12 << 20)) < current - (100 << 20)
+
+
+def test_staging_that_somebody_else_put_there_is_not_followed(tmp_path: Path) -> None:
+    make_source(tmp_path / "src", 1)
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    root = staging.staging_of(tmp_path / "out").root
+    root.symlink_to(victim)
+    with pytest.raises(Refused, match="own"):
+        execute(make_plan(tmp_path / "src"), tmp_path / "out", RunOptions(), Ranks())
+    root.unlink()
+    root.write_text("a file")
+    with pytest.raises(Refused, match="own"):
+        execute(make_plan(tmp_path / "src"), tmp_path / "out", RunOptions(), Ranks())
+    assert list(victim.iterdir()) == []
+
+
+def test_long_output_names_work(tmp_path: Path) -> None:
+    make_source(tmp_path / "src", 1)
+    out = tmp_path / ("x" * 250)
+    execute(make_plan(tmp_path / "src"), out, RunOptions(), Ranks())
+    assert (out / "reshard.json").is_file()
+    assert leftovers(tmp_path) == []

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.errors import Damaged, UsageError
+from reshard.errors import Damaged, Refused, UsageError
 from reshard.layouts import open_layout
 from reshard.layouts.options import OpenOptions
+from reshard.tensors.paths import leads_out
 
 if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint
@@ -50,10 +52,19 @@ def _with_config(
         raise UsageError("config", config_from, "is not a directory", "--config-from takes a model directory")
     dirs = [*([config_from] if config_from else []), *config_dirs]
     home = next((found for found in dirs if (Path(found) / "config.json").is_file()), None)
+    odd = next((found for found in dirs if os.path.lexists(Path(found) / "config.json")), None)
+    if odd is not None and odd != home:
+        raise Damaged(
+            "config", str(Path(odd) / "config.json"), "is not a regular file", "replace it by the file itself"
+        )
     if home is None:
         if config_from is not None:
             raise UsageError("config", config_from, "holds no config.json", "--config-from takes a model directory")
         return checkpoint
+    if leads_out(Path(home) / "config.json", Path(home)):
+        raise Refused(
+            "unsafe", str(Path(home) / "config.json"), "is a link out of the directory", "copy the file into it"
+        )
     config = read_json(Path(home) / "config.json")
     if not isinstance(config, dict):
         raise Damaged("config", str(Path(home) / "config.json"), "is not a JSON object")

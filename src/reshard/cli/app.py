@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -58,6 +59,9 @@ _WrongUsage: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__na
 def run_app(arguments: Sequence[str]) -> int:
     """Runs one command and returns its exit status."""
     catch_signals()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names hold what no terminal's encoding may have
     before = arguments[: arguments.index("--")] if "--" in arguments else arguments
     flags = Flags(json="--json" in before, quiet=False, debug="--debug" in before)
     command = next((word for word in before if word in COMMANDS), "reshard")

@@ -203,12 +203,15 @@ def _finish(plan: Plan, staging: Staging, finished: dict[int, Finished], linked:
     missing = [segment.number for segment in written if segment.number not in finished]
     if missing:
         raise ReshardError("journal", str(staging.journal), f"lacks {len(missing)} segments", "run again with --resume")
-    write_durably(staging.data / MANIFEST, build_manifest(plan, finished))
+    write_durably(staging.data / MANIFEST, build_manifest(plan, finished, staging.data))
 
 
 def _fingerprint(plan: Plan) -> dict[str, list[int]]:
     """Size and modification time of every source, which must hold until the end."""
     found = {}
+    for path in plan.copies.values():
+        if not os.access(path, os.R_OK):
+            raise ReshardError("read", path, "cannot be read (no permission)", "make it readable, or remove it")
     for path, size in plan.sources.items():
         try:
             state = os.stat(path)

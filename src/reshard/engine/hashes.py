@@ -12,6 +12,7 @@ import xxhash
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from os import PathLike
 
 SEGMENT_BYTES = 16 << 20
 BLOCK = 64 << 10
@@ -20,6 +21,15 @@ MODULUS = 1 << 128
 
 def segment_digest(data: bytes | bytearray | memoryview) -> str:
     return str(xxhash.xxh3_128_hexdigest(data))
+
+
+def file_digest(path: str | PathLike[str]) -> str:
+    """xxh3_128 of a whole small file, read in pieces."""
+    state = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while data := file.read(1 << 20):
+            state.update(data)
+    return str(state.hexdigest())
 
 
 def hex_digest(total: int) -> str:

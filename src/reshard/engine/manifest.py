@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 from reshard._version import __version__
-from reshard.engine.hashes import MODULUS, SEGMENT_BYTES, hex_digest
+from reshard.engine.hashes import MODULUS, SEGMENT_BYTES, file_digest, hex_digest
 from reshard.errors import Damaged
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from reshard.engine.journal import Finished
@@ -20,8 +21,8 @@ FORMAT = 1
 MAX_MANIFEST = 1 << 30
 
 
-def build_manifest(plan: Plan, finished: Mapping[int, Finished]) -> bytes:
-    """The manifest of a completed plan: no paths, times, hosts or worker counts."""
+def build_manifest(plan: Plan, finished: Mapping[int, Finished], data: Path) -> bytes:
+    """The manifest of a completed plan whose small files lie in `data`: no paths, times, hosts or worker counts."""
     files: dict[str, Any] = {}
     tensors: dict[str, str | None] = {}
     sums: dict[str, int] = {}
@@ -47,6 +48,10 @@ def build_manifest(plan: Plan, finished: Mapping[int, Finished]) -> bytes:
         "segment_bytes": SEGMENT_BYTES,
         "files": files,
         "tensors": dict(sorted(tensors.items())),
+        "side_files": {
+            name: {"bytes": (data / name).stat().st_size, "hash": file_digest(data / name)}
+            for name in sorted({*plan.texts, *plan.copies})
+        },
         "dropped": [dict(row) for row in plan.dropped],
         "kept": [dict(row) for row in plan.kept],
     }
@@ -56,6 +61,8 @@ def build_manifest(plan: Plan, finished: Mapping[int, Finished]) -> bytes:
 def read_manifest(path: Path) -> dict[str, Any] | None:
     """The manifest at `path`, None where there is none. Raises Damaged when it cannot be understood."""
     try:
+        if not path.is_file() and os.path.lexists(path):
+            raise Damaged("manifest", str(path), "is not a regular file")
         if path.stat().st_size > MAX_MANIFEST:
             raise Damaged("manifest", str(path), "is too large to be a manifest")
         body = json.loads(path.read_bytes())
@@ -73,4 +80,13 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
         segments = row.get("segments") if sound else 0
         if segments is not None and not (isinstance(segments, list) and all(isinstance(s, str) for s in segments)):
             raise Damaged("manifest", str(path), f"the entry of {name!r} is malformed")
+    for name, row in _rows(body.get("side_files", {}), path):
+        if not isinstance(row, dict) or not isinstance(row.get("bytes"), int) or not isinstance(row.get("hash"), str):
+            raise Damaged("manifest", str(path), f"the entry of {name!r} is malformed")
     return body
+
+
+def _rows(table: object, path: Path) -> Iterable[tuple[str, Any]]:
+    if not isinstance(table, dict):
+        raise Damaged("manifest", str(path), "is not a manifest that this version reads")
+    return table.items()

@@ -16,9 +16,12 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from reshard.engine.hashes import segment_digest
 from reshard.engine.plan import MANIFEST
 from reshard.errors import Refused, ReshardError
 
+# File systems allow 255 bytes; the staging directory's name is longer than OUT's.
+LONGEST_NAME = 230
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
 
@@ -52,12 +55,17 @@ class Staging:
 def staging_of(out: Path) -> Staging:
     """The (unopened) staging directory of an output."""
     out = Path(os.path.abspath(out))
-    return Staging(out, out.parent / f".{out.name}.reshard-staging")
+    name = out.name
+    if len(os.fsencode(name)) > LONGEST_NAME:
+        name = f"{name[:40]}.{segment_digest(os.fsencode(name))}"
+    return Staging(out, out.parent / f".{name}.reshard-staging")
 
 
 def finished_digest(out: Path) -> str | None:
     """The plan digest in an output's manifest, or None where there is no readable manifest."""
     try:
+        if not (out / MANIFEST).is_file():
+            return None
         manifest = json.loads((out / MANIFEST).read_bytes())
         return str(manifest["plan"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -71,6 +79,11 @@ def check_out(out: Path, *, overwrite: bool) -> None:
         raise Refused("exists", str(out), "already exists", "give another OUT, or --overwrite to replace it")
     if os.path.lexists(staging.out) and not staging.out.is_dir():
         raise Refused("exists", str(out), "exists and is not a directory", "give another OUT")
+    if os.path.lexists(staging.out) and not _looks_replaceable(staging.out):
+        raise Refused(
+            "exists", str(out), "holds something other than a checkpoint, which --overwrite does not replace",
+            "remove it yourself, or give another OUT",
+        )  # fmt: skip
     parent = staging.out.parent
     while not parent.exists():
         parent = parent.parent
@@ -78,6 +91,16 @@ def check_out(out: Path, *, overwrite: bool) -> None:
         raise Refused("output", str(out), f"cannot be made: {parent} is not a directory", "give another OUT")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise Refused("output", str(out), f"cannot be made: no permission to write in {parent}", "give another OUT")
+
+
+def _looks_replaceable(out: Path) -> bool:
+    """Whether a directory is empty or a checkpoint, and not one that this process works in."""
+    if is_inside(Path.cwd(), out):
+        return False
+    names = os.listdir(out)
+    return not names or any(
+        name in (MANIFEST, "config.json", ".metadata") or name.endswith((".safetensors", ".distcp")) for name in names
+    )
 
 
 def open_staging(out: Path, identity: dict[str, object], *, overwrite: bool, resume: bool) -> Staging:
@@ -122,8 +145,16 @@ def open_staging(out: Path, identity: dict[str, object], *, overwrite: bool, res
 
 def _lock(staging: Staging) -> None:
     while True:
-        staging.root.mkdir(exist_ok=True)
-        fd = os.open(staging.root, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            staging.root.mkdir(exist_ok=True)
+            # Its name is known to all: what somebody else put there is not followed.
+            fd = os.open(staging.root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise Refused("unsafe", str(staging.root), "is not a directory of reshard's own", "remove it") from error
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise Refused("unsafe", str(staging.root), "is a link", "remove it") from error
+            raise
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ CODE_NAMERS = (
     "video_preprocessor_config.json",
 )
 PIPELINE = "modules.json"  # of sentence-transformers: a list of the pipeline's modules, each with a folder of its own
-MAX_DEPTH = 4
+MAX_DEPTH = 16
 MAX_FILES = 10_000
 
 
@@ -77,14 +78,22 @@ def _walk(directory: Path, home: Path, whole: frozenset[str]) -> Iterator[Path]:
     inside_whole = bool(relative.parts) and relative.parts[0] in whole
     for path in _entries(directory):
         if path.is_dir():
+            if path.is_symlink() and Path(os.path.realpath(directory)).is_relative_to(os.path.realpath(path)):
+                continue  # a circle
             below = relative / path.name
             if len(below.parts) > MAX_DEPTH:
-                continue
+                raise Refused(
+                    "side-files", str(path), f"lies more than {MAX_DEPTH} folders deep", "--config-from a clean one"
+                )
             named = inside_whole or str(below) in whole
             if named or not (NEVER_DIRECTORY.match(path.name) or _is_checkpoint(path)):
                 _check_link(path, home)
                 yield from _walk(path, home, whole)
-        elif path.is_file() and (inside_whole or travels(path.name)):
+        elif inside_whole or travels(path.name):
+            if not path.is_file():
+                raise Damaged(
+                    "side-files", str(path), "is not a regular file", "replace it by the file itself, or remove it"
+                )
             yield path
 
 

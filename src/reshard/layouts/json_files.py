@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Damaged
@@ -16,6 +17,8 @@ MAX_JSON = 512 << 20
 def read_json(path: Path) -> Any:
     """The value in a file. Raises Damaged when it is missing, too large, not JSON, or repeats a key."""
     try:
+        if not path.is_file() and os.path.lexists(path):
+            raise Damaged("json", str(path), "is not a regular file")
         if path.stat().st_size > MAX_JSON:
             raise Damaged("json", str(path), f"is larger than {MAX_JSON >> 20} MiB")
         return json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=_once)

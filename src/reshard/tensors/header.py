@@ -104,6 +104,7 @@ def parse_header(text: bytes, size: int, path: str) -> Header:
     metadata: dict[str, str] = {}
     entries: dict[str, Entry] = {}
     seen_metadata = False
+    surrogates = b"\\u" in text
     for name, value in top:
         if name == "__metadata__":
             if seen_metadata or not isinstance(value, _Pairs) or not all(isinstance(v, str) for _, v in value):
@@ -111,11 +112,22 @@ def parse_header(text: bytes, size: int, path: str) -> Header:
             seen_metadata = True
             metadata = dict(value)
             continue
+        if surrogates and not _is_text(name):
+            raise Damaged("header", path, f"{name!r} is no text that can be written again")
         if name in entries:
             raise Damaged("header", path, f"lists the tensor {name!r} twice")
         entries[name] = _entry(name, value, data_start, path)
     _check_layout(entries, data_start, size, path)
     return Header(entries, metadata, data_start, size)
+
+
+def _is_text(name: str) -> bool:
+    """JSON may spell half of a surrogate pair, which is no character."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _entry(name: str, value: object, data_start: int, path: str) -> Entry:

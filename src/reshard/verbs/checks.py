@@ -156,7 +156,8 @@ def check_layers(checkpoint: Checkpoint) -> list[Problem]:
     if family.embedding not in names or family.head not in names:
         names = {plain_name(name) for name in names}
     tied = declares_tie(config)
-    causal = any("ForCausalLM" in str(name) for name in (config or {}).get("architectures") or [])
+    classes = (config or {}).get("architectures")
+    causal = isinstance(classes, list) and any("ForCausalLM" in str(name) for name in classes)
     head = family.head in names or any(name in names for name in HEADS)
     embedding = family.embedding in names or any(name in names for name in EMBEDDINGS)
     if not embedding and not (tied and head):

@@ -16,12 +16,12 @@ from reshard.engine.memory import peak_rss
 from reshard.engine.plan import Plan
 from reshard.engine.ranks import Ranks, current
 from reshard.engine.staging import check_out, check_place, finished_digest, recover_output
-from reshard.errors import Refused, ReshardError, UsageError
+from reshard.errors import Damaged, Refused, ReshardError, UsageError
 from reshard.layouts import hf
 from reshard.opening import open_checkpoint
 from reshard.sizes import parse_size
+from reshard.tensors.dtypes import DTYPES, is_float
 from reshard.tensors.dtypes import dtype as find_dtype
-from reshard.tensors.dtypes import is_float
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -57,6 +57,8 @@ class ConvertOptions:
         ):
             if value not in allowed:
                 raise UsageError("flag", flag, f"is {value!r}", f"one of {', '.join(a for a in allowed if a)}")
+        if self.key_prefix and self.to != "dcp":
+            raise UsageError("flag", "--key-prefix", "is for --to dcp", "leave it out")
         if self.dtype not in ("auto", "keep"):
             try:
                 name = find_dtype(self.dtype).name
@@ -208,8 +210,14 @@ def _plan(
     notes: list[str] = []
     tensors: Mapping[str, LazyTensor] = names.strip_wrappers(checkpoint.tensors)
     adapters.refuse_lora(tensors)
+    if options.to == "hf":
+        _check_complete(checkpoint, notes)
     tensors, dropped = drops.drop(tensors, options.drop)
+    if not tensors:
+        raise Refused("empty", checkpoint.path, "no tensor is left to write", "use a narrower --drop")
     family = find_family(checkpoint.config)
+    if options.experts != "keep" and any("experts." in name for name in tensors):
+        _check_expert_count(checkpoint, family)
     tensors, expert_notes = experts.convert_experts(
         tensors, family, checkpoint.config, options.experts, training=checkpoint.training
     )
@@ -220,6 +228,9 @@ def _plan(
         notes += tie_notes
     wanted = "keep" if options.like is not None else _wanted_dtype(checkpoint, options, notes)
     target = dtypes.target_dtypes(tensors, wanted, options.norms, family)
+    narrow = sum(DTYPES[tensor.dtype].kind == "narrow" for tensor in tensors.values())
+    if narrow and wanted != "keep":
+        notes.append(f"{narrow} tensors in 8-bit or packed floats are no cast's business and keep their dtype")
     file_map = None
     if options.like is not None:
         reference = open_checkpoint(options.like)
@@ -232,6 +243,34 @@ def _plan(
     )  # fmt: skip
     plan = build_hf(draft, True) if options.to == "hf" else _build_dcp(draft, None)
     return replace(draft, plan=plan)
+
+
+def _check_complete(checkpoint: Checkpoint, notes: list[str]) -> None:
+    """Damaged when layers that the config counts are absent; notes on whatever else does not fit it."""
+    from reshard.families import find_family
+    from reshard.verbs.checks import check_layers
+
+    for row in check_layers(checkpoint):
+        if row["kind"] == "layers":
+            where = row["tensor"] or checkpoint.path
+            raise Damaged("layers", where, row["detail"], "use a complete checkpoint, or a config that fits it")
+        notes.append(f"{row['tensor']} {row['detail']}")
+    family = find_family(checkpoint.config)
+    if family is not None and not any(family.layers in name for name in checkpoint):
+        notes.append(
+            f"no name is one of {family.name}'s ({family.layers}*): the config may not belong to these tensors"
+        )
+
+
+def _check_expert_count(checkpoint: Checkpoint, family: Family | None) -> None:
+    """A family's config must say how many experts there are: what was seen proves nothing."""
+    from reshard.families import config_int
+
+    experts = family.experts if family is not None else None
+    if experts is not None and config_int(checkpoint.config, experts.count) is None:
+        keys = " or ".join(experts.count)
+        where = str(checkpoint.config_dir or checkpoint.path)
+        raise Refused("config", where, f"has no number of experts ({keys}) to check against", "mend config.json")
 
 
 def _wanted_dtype(checkpoint: Checkpoint, options: ConvertOptions, notes: list[str]) -> str:

@@ -6,12 +6,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.engine.hashes import SEGMENT_BYTES, TensorHasher, hex_digest, segment_digest
+from reshard.engine.hashes import SEGMENT_BYTES, TensorHasher, file_digest, hex_digest, segment_digest
 from reshard.engine.manifest import read_manifest
 from reshard.engine.plan import MANIFEST
 from reshard.errors import ReshardError
 from reshard.tensors.boxes import whole
 from reshard.tensors.lazy import Stored
+from reshard.tensors.paths import is_plain, leads_out
 from reshard.tensors.read import fill
 from reshard.verbs.checks import of_error
 from reshard.verbs.streaming import Meter, Tiles, each, problem, ranges
@@ -86,6 +87,7 @@ def check_manifest(
     for name, path in own.items():
         if name not in manifest["files"] and not name.startswith(".."):
             problems.append(problem("manifest", "is not in the manifest", file=path))
+    problems += _side_files(home, manifest.get("side_files", {}))
     known = manifest["tensors"]
     problems += [
         problem("manifest", "is in the manifest, but not in the files", tensor=name)
@@ -118,6 +120,20 @@ def check_manifest(
     if bare:
         notes.append(f"{len(bare)} tensors are in files that were taken over unhashed; their bytes are not proven")
     return Hashed(problems, notes, nbytes)
+
+
+def _side_files(home: Path, rows: dict[str, Any]) -> list[dict[str, Any]]:
+    """The small files of an output: config, index, tokenizer. Each is what was written, or a problem."""
+    found = []
+    for name, row in rows.items():
+        path = home / name
+        if not is_plain(name) or leads_out(path, home):
+            found.append(problem("manifest", "names a path outside the directory", file=name))
+        elif not path.is_file():
+            found.append(problem("missing", "was written, but is not here as a regular file", file=path))
+        elif path.stat().st_size != row["bytes"] or file_digest(path) != row["hash"]:
+            found.append(problem("hash", "its bytes are not those that were written", file=path))
+    return found
 
 
 def _check_span(meter: Meter) -> Callable[[_Span, Files, Tiles], bool]:

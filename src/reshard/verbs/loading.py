@@ -103,7 +103,8 @@ def _config(transformers: Any, directory: str, trust: bool) -> Any:
 
 def _model_class(transformers: Any, config: Any, directory: str, trust: bool) -> Any:
     """The class that `architectures` names, from the checkpoint's own code only when trusted."""
-    names = [name for name in getattr(config, "architectures", None) or [] if isinstance(name, str)]
+    listed = getattr(config, "architectures", None)
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     if not names:
         raise Refused("config", directory, "names no class under architectures, so nothing says what to load it as")
     name = names[0]

@@ -192,11 +192,33 @@ def _guess_paths(where: str, tensors: Sequence[str], others: Sequence[str], mode
         wrapper = [part for part in model_key.split(".") if part]
     else:
         wrapper = _common_wrapper([key for key in model if not OPTIMIZER_NAME.fullmatch(key)])
+    if model_key is None and not wrapper:
+        _refuse_mixed(where, model)
     for key in model:
         parts = key.split(".")
         inside = parts[: len(wrapper)] == wrapper and len(parts) > len(wrapper)
         paths[key] = (*wrapper, ".".join(parts[len(wrapper) :])) if inside else ("", key)
     return paths
+
+
+def _refuse_mixed(where: str, keys: Sequence[str]) -> None:
+    """Without recorded paths, and without one wrapper around all keys, some may be of something else than the model."""
+    below: dict[str, set[str]] = {}
+    for key in keys:
+        first, _, rest = key.partition(".")
+        below.setdefault(first, set()).add(rest)
+    names = sorted(below)
+    copies = any(below[a] & below[b] - {"weight", "bias", ""} for i, a in enumerate(names) for b in names[i + 1 :])
+    wrapped = any(
+        word in WRAPPERS and any(rest.startswith(("model.layers.", "model.embed_tokens.")) for rest in below[word])
+        for word in names
+    )
+    if len(names) > 1 and (copies or wrapped):
+        raise Refused(
+            "ambiguous", where,
+            f"records no paths, and its keys are of several groups ({printable(', '.join(names[:8]))})",
+            "--model-key names the one that is the model",
+        )  # fmt: skip
 
 
 def _common_wrapper(keys: Sequence[str]) -> list[str]:
