@@ -459,3 +459,33 @@ def test_progress_reaches_the_end(tmp_path: Path) -> None:
     reshard.verify(str(home), against=str(home), progress=lambda done, total: seen.append((done, total)))
     ends = [done for done, total in seen if done == total]
     assert len(ends) == 2  # hashes, then the comparison
+
+
+def test_payload_checksums_of_dcp(tmp_path: Path) -> None:
+    """torch's own readers do not notice a flipped bit of a payload; the checksum that it recorded does."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    state = {"layers.0.w": torch.randn(50, 40), "layers.1.w": torch.randn(50, 40), "layers.1.e": torch.zeros(0, 3)}
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "dcp")
+    (tmp_path / "dcp/config.json").write_text('{"model_type": "made_up"}')
+    found = reshard.verify(str(tmp_path / "dcp"))
+    assert found["status"] == "ok"
+    assert "checksums" in found["checks"]
+    file = next((tmp_path / "dcp").glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    at = data.index(state["layers.1.w"].numpy().tobytes()[4000:4100])
+    data[at + 7] ^= 1
+    file.write_bytes(data)
+    found = reshard.verify(str(tmp_path / "dcp"))
+    assert found["status"] == "failed"
+    assert [(row["kind"], row["tensor"]) for row in found["problems"]] == [("checksum", "layers.1.w")]
+    torch.serialization.set_crc32_options(False)
+    try:
+        dcp.save({"model": state}, checkpoint_id=tmp_path / "off")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    (tmp_path / "off/config.json").write_text('{"model_type": "made_up"}')
+    found = reshard.verify(str(tmp_path / "off"))
+    assert found["status"] == "ok"
+    assert any("without a checksum" in note for note in found["warnings"])

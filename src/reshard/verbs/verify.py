@@ -88,6 +88,10 @@ def verify(
                 done.append("hashes")
                 nbytes += hashed.nbytes
                 problems, notes = problems + hashed.problems, notes + hashed.notes
+            elif checkpoint.layout == "dcp":
+                done.append("checksums")
+                more, told, count = _checksums(checkpoint, workers, progress)
+                problems, notes, nbytes = problems + more, notes + told, nbytes + count
             elif against is None:
                 notes.append("there is no reshard.json, so the tensors' bytes are not compared with anything")
         if against is not None:
@@ -103,6 +107,21 @@ def verify(
         done.append("load")
         problems += check_load(_as_loaded(checkpoint), trust_remote_code=trust_remote_code)
     return _report(problems, done, len(checkpoint), nbytes, notes, began)
+
+
+def _checksums(
+    checkpoint: Checkpoint, workers: int | None, progress: Callable[[int, int], None] | None
+) -> tuple[list[Problem], list[str], int]:
+    """The checksums inside a DCP checkpoint's items: (problems, notes, bytes read)."""
+    from reshard.layouts.dcp.checksums import check_payloads
+
+    found = check_payloads(checkpoint.tensors, workers, progress)
+    detail = "its bytes are not those of the checksum that was saved with it"
+    rows = [problem("checksum", detail, file=path, tensor=name) for name, path in found.broken]
+    notes = []
+    if found.unproven:
+        notes.append(f"{found.unproven} items were saved without a checksum; their bytes are not proven")
+    return rows, notes, found.nbytes
 
 
 def _report(

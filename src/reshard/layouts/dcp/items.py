@@ -46,12 +46,18 @@ class Layout(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A stored tensor. payload: position of its first element in the file; strides: in elements, None if C-ordered."""
+    """A stored tensor. payload: position of its first element in the file; strides: in elements, None if C-ordered.
+
+    begin, nbytes, crc: where its storage lies in the file, and the CRC-32 that the archive records of it
+    """
 
     dtype: str
     shape: tuple[int, ...]
     payload: int
     strides: tuple[int, ...] | None
+    begin: int
+    nbytes: int
+    crc: int
 
 
 class _Broken(Exception):
@@ -94,6 +100,7 @@ class Member(NamedTuple):
     name: bytes
     header: int  # position of its local header
     size: int
+    crc: int
 
 
 def _members(item: Reader) -> tuple[list[Member], int]:
@@ -128,7 +135,7 @@ def _members(item: Reader) -> tuple[list[Member], int]:
             raise _Broken("its archive is compressed or encrypted, which torch never writes")
         if header + LOCAL.size + name_size + plain > start:
             raise _Broken("a member of its archive lies outside it")
-        members.append(Member(name, header, plain))
+        members.append(Member(name, header, plain, fields[7]))
     if at != size:
         raise _Broken("its archive has a broken directory")
     return members, start
@@ -284,9 +291,11 @@ def read_item(files: Files, path: str, begin: int, length: int, tensor: str) -> 
         payload = payloads[0]
         if payload.name != prefix + b"data/" + key.encode() or payload.size != layout.storage:
             raise _Broken("its storage is not the one that its pickle describes")
-        start = begin + _data(item, payload, directory) + layout.offset * max(DTYPES[layout.dtype].bits // 8, 1)
+        data = begin + _data(item, payload, directory)
+        start = data + layout.offset * max(DTYPES[layout.dtype].bits // 8, 1)
     except _Broken as error:
         raise Damaged("item", where, str(error), "the file was altered or cut short; use another copy") from None
     except (struct.error, ValueError, OverflowError) as error:
         raise Damaged("item", where, "is not a sound archive", "the file was altered; use another copy") from error
-    return Item(layout.dtype, layout.shape, start, None if c_ordered(layout.shape, layout.strides) else layout.strides)
+    strides = None if c_ordered(layout.shape, layout.strides) else layout.strides
+    return Item(layout.dtype, layout.shape, start, strides, data, payload.size, payload.crc)
