@@ -261,3 +261,11 @@ def test_keys_of_several_models_without_paths(tmp_path: Path) -> None:
         plan_convert(str(tmp_path / "dcp"), str(tmp_path / "out"))
     reshard.convert(str(tmp_path / "dcp"), str(tmp_path / "out"), model_key="ema")
     assert sorted(load(tmp_path / "out")) == sorted(state)
+
+
+@pytest.mark.parametrize("declared", ["floatx", "float8_e4m3fn", "int8"])
+def test_config_dtype_that_nothing_is_cast_to(declared: str, tmp_path: Path) -> None:
+    source = save_dcp(tmp_path / "dcp", {"layers.0.w": torch.randn(4, 4)}, dtype=declared)
+    with pytest.raises(Refused, match="--dtype bfloat16 or --dtype keep"):
+        plan_convert(str(source), str(tmp_path / "out"))
+    reshard.convert(str(source), str(tmp_path / "out"), dtype="keep")

@@ -16,7 +16,7 @@ from reshard.engine.memory import peak_rss
 from reshard.engine.plan import Plan
 from reshard.engine.ranks import Ranks, current
 from reshard.engine.staging import check_out, check_place, finished_digest, recover_output
-from reshard.errors import Damaged, Refused, ReshardError, UsageError
+from reshard.errors import Refused, ReshardError, UsageError
 from reshard.layouts import hf
 from reshard.opening import open_checkpoint
 from reshard.sizes import parse_size
@@ -201,6 +201,7 @@ def _plan(
 ) -> ConvertPlan:
     from reshard.families import find_family
     from reshard.transforms import adapters, drops, dtypes, experts, like, names, ties
+    from reshard.verbs import preflight
 
     if options.to == "hf" and checkpoint.training and checkpoint.config is None:
         raise Refused(
@@ -211,13 +212,13 @@ def _plan(
     tensors: Mapping[str, LazyTensor] = names.strip_wrappers(checkpoint.tensors)
     adapters.refuse_lora(tensors)
     if options.to == "hf":
-        _check_complete(checkpoint, notes)
+        preflight.check_complete(checkpoint, notes)
     tensors, dropped = drops.drop(tensors, options.drop)
     if not tensors:
         raise Refused("empty", checkpoint.path, "no tensor is left to write", "use a narrower --drop")
     family = find_family(checkpoint.config)
     if options.experts != "keep" and any("experts." in name for name in tensors):
-        _check_expert_count(checkpoint, family)
+        preflight.check_expert_count(checkpoint, family)
     tensors, expert_notes = experts.convert_experts(
         tensors, family, checkpoint.config, options.experts, training=checkpoint.training
     )
@@ -226,7 +227,7 @@ def _plan(
     if options.to == "hf":
         tensors, tie, tie_notes = ties.find_tie(tensors, checkpoint.config, family)
         notes += tie_notes
-    wanted = "keep" if options.like is not None else _wanted_dtype(checkpoint, options, notes)
+    wanted = "keep" if options.like is not None else preflight.wanted_dtype(checkpoint, options.dtype, notes)
     target = dtypes.target_dtypes(tensors, wanted, options.norms, family)
     narrow = sum(DTYPES[tensor.dtype].kind == "narrow" for tensor in tensors.values())
     if narrow and wanted != "keep":
@@ -243,62 +244,6 @@ def _plan(
     )  # fmt: skip
     plan = build_hf(draft, True) if options.to == "hf" else _build_dcp(draft, None)
     return replace(draft, plan=plan)
-
-
-def _check_complete(checkpoint: Checkpoint, notes: list[str]) -> None:
-    """Damaged when layers that the config counts are absent; notes on whatever else does not fit it."""
-    from reshard.families import find_family
-    from reshard.verbs.checks import check_layers
-
-    for row in check_layers(checkpoint):
-        if row["kind"] == "layers":
-            where = row["tensor"] or checkpoint.path
-            raise Damaged("layers", where, row["detail"], "use a complete checkpoint, or a config that fits it")
-        notes.append(f"{row['tensor']} {row['detail']}")
-    family = find_family(checkpoint.config)
-    if family is not None and not any(family.layers in name for name in checkpoint):
-        notes.append(
-            f"no name is one of {family.name}'s ({family.layers}*): the config may not belong to these tensors"
-        )
-
-
-def _check_expert_count(checkpoint: Checkpoint, family: Family | None) -> None:
-    """A family's config must say how many experts there are: what was seen proves nothing."""
-    from reshard.families import config_int
-
-    experts = family.experts if family is not None else None
-    if experts is not None and config_int(checkpoint.config, experts.count) is None:
-        keys = " or ".join(experts.count)
-        where = str(checkpoint.config_dir or checkpoint.path)
-        raise Refused("config", where, f"has no number of experts ({keys}) to check against", "mend config.json")
-
-
-def _wanted_dtype(checkpoint: Checkpoint, options: ConvertOptions, notes: list[str]) -> str:
-    """ "keep", or safetensors' name of the dtype asked for or declared."""
-    if options.dtype == "keep":
-        return "keep"
-    if options.dtype != "auto":
-        return find_dtype(options.dtype).name
-    if not checkpoint.training:
-        return "keep"
-    declared = _declared_dtype(checkpoint.config)
-    if declared is None:
-        if checkpoint.config is not None:
-            notes.append("the config declares no dtype, so every tensor keeps the one it has")
-        return "keep"
-    notes.append(
-        f"dtype {find_dtype(declared).torch}, as the model's config declares; --dtype keep leaves it as stored"
-    )
-    return find_dtype(declared).name
-
-
-def _declared_dtype(config: Mapping[str, Any] | None) -> str | None:
-    for level in (config or {}, (config or {}).get("text_config") or {}):
-        for key in ("dtype", "torch_dtype"):
-            value = level.get(key)
-            if isinstance(value, str) and value not in ("auto", ""):
-                return value
-    return None
 
 
 def build_hf(draft: ConvertPlan, equal: bool | None) -> Plan:
