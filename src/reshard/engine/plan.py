@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard._version import __version__
+from reshard.engine.content import Literal
 from reshard.engine.hashes import SEGMENT_BYTES
 
 if TYPE_CHECKING:
@@ -119,8 +120,8 @@ class Plan:
             sha.update(f"file {json.dumps(file.name)} {file.nbytes} {'whole' if file.source else ''}\n".encode())
             for offset, content, tensor, *_ in file.parts:
                 sha.update(f"{offset} {content.nbytes} {content.recipe()} {json.dumps(tensor)}\n".encode())
-                if tensor is None and content.nbytes <= SEGMENT_BYTES and content.recipe() == "literal":
-                    sha.update(content.data)  # type: ignore[attr-defined]
+                if isinstance(content, Literal):
+                    sha.update(content.data)
         for name, text in self.texts.items():
             sha.update(f"text {json.dumps(name)} {len(text)}\n".encode())
             sha.update(text)
